@@ -87,7 +87,7 @@ def test_a_coordinator_has_the_same_few_threads_on_any_machine(monkeypatch):
 
     monkeypatch.setattr(wiring, "make_mixture", look)
     with pytest.raises(LookupError, match=f"^{NUM_THREADS}$"):
-        asyncio.run(serve(SimpleNamespace(config=None)))
+        asyncio.run(serve(SimpleNamespace(config=None, path=None)))
 
 
 @pytest.mark.parametrize("processes", [0, 1])

@@ -37,7 +37,6 @@ from offbeat.launch.preflight import checking
 from offbeat.launch.run_folder import RunFolder
 from offbeat.launch.stopping import Stopping
 from offbeat.observability.console import held_out
-from offbeat.observability.loading import loading
 from offbeat.observability.metric_files import read_metrics
 from offbeat.weights.version import WeightFolder
 
@@ -57,11 +56,7 @@ async def serve(folder: RunFolder) -> dict[str, Any]:
     config, start_s = folder.config, time.monotonic()
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS))
     async with AsyncExitStack() as stack:
-        given = received()
-        what = f"run {folder.path}: {config.model.path}"
-        with loading(what, is_quiet=config.log.console == "quiet") as stage:
-            stage("checking tasks and rewards")
-            checked = await stack.enter_async_context(checking(config, given, folder.path))
+        checked = await stack.enter_async_context(checking(config, received(), folder.path))
         checked.announce(folder)
         runtime = await stack.enter_async_context(
             open_coordinator(folder, checked.mixture, checked.pool, checked.prepared)

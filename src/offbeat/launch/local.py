@@ -78,11 +78,9 @@ async def _run(folder: RunFolder, given: Given, *, from_scratch: bool) -> dict[s
     config = folder.config
     async with AsyncExitStack() as stack:
         start_s, is_quiet = time.monotonic(), config.log.console == "quiet"
-        with loading(f"run {folder.path}: {config.model.path}", is_quiet=is_quiet) as stage:
-            stage("checking tasks and rewards")
-            checked = await stack.enter_async_context(checking(config, given, folder.path))
+        checked = await stack.enter_async_context(checking(config, given, folder.path))
         checked.announce(folder)
-        with loading(is_quiet=is_quiet) as stage, interruptible():
+        with loading(f"run {folder.path}: {config.model.path}", is_quiet=is_quiet) as stage, interruptible():
             stage("importing torch")
             import torch
 

@@ -28,6 +28,7 @@ from offbeat.launch.run_folder import RunFolder
 from offbeat.launch.stopping import interruptible
 from offbeat.model.loading import cached_folder, hub_parameters, is_hub_name, resolve
 from offbeat.observability.advice import Advice, right_answer_earns
+from offbeat.observability.loading import loading
 from offbeat.observability.metric_files import read_events
 from offbeat.rewards.pool import RewardPool
 from offbeat.weights.safetensor_file import file_layout
@@ -109,10 +110,14 @@ async def checking(config: Config, given: Given | None = None, home: Path | None
     os.close(descriptor)
     pool = RewardPool(config.reward.processes, config.reward.timeout_s, mixture.rewards, Path(name))
     try:
-        trials = await wiring.try_rewards(config, mixture, pool)
-        with interruptible():
-            num = None if is_hub_name(config.model.path) else num_parameters(config.model.path)
-            prepared = prepare(config, mixture)
+        # A log needs no sign of life here: this takes seconds.
+        with loading(is_quiet=config.log.console == "quiet" or not sys.stdout.isatty()) as stage:
+            stage("trying the rewards")
+            trials = await wiring.try_rewards(config, mixture, pool)
+            stage("reading the tokenizer and the prompts")
+            with interruptible():
+                num = None if is_hub_name(config.model.path) else num_parameters(config.model.path)
+                prepared = prepare(config, mixture)
         yield Checked(config, mixture, pool, prepared, trials, num)
     except BaseException as error:
         await pool.close()
