@@ -160,7 +160,9 @@ def check_run(config: Config, url: str, parameters: int) -> Iterator[Finding]:
         except UserError as error:
             yield Finding("config", str(error), Level.STOPS)
             return
-    yield from (Finding(*line.split(maxsplit=1)) for line in lines)
+    for line in lines:
+        about, text = line.split(maxsplit=1)
+        yield Finding(about, text)
     yield from (Finding("reward", warning, Level.WARNS) for warning in warnings)
 
 
