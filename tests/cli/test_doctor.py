@@ -335,7 +335,7 @@ def test_a_model_whose_weights_were_cut_off_is_told(torch):
     header = b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}'
     Path("model/model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"1234")
     found = about(told("--model.path=model"), "model")
-    assert (found["level"], "tensor a lies beyond the end of the file; copy it again" in found["told"]) == (
+    assert (found["level"], "tensor a lies beyond the end of the file); copy it again" in found["told"]) == (
         "stops",
         True,
     )

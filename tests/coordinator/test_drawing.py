@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.config import from_dict
-from offbeat.coordinator.admission import Issuer
+from offbeat.coordinator.admission import Issuer, LeftOut
 from offbeat.errors import RunStopped, UserError
 from offbeat.launch import wiring
 from offbeat.ledger.records import Cursor, DrawCursor, NewGroup
@@ -33,11 +33,15 @@ def released() -> Issuer:
     return issuer("release")
 
 
-def draw(issuer: Issuer, portions: list[int]) -> list[NewGroup]:
-    """Draws so many groups at a time, each time after what the ledger would remember."""
+def draw(issuer: Issuer, portions: list[int], left_out: list[LeftOut] | None = None) -> list[NewGroup]:
+    """Draws so many groups at a time, each time after what the ledger would remember. Prompts that are passed over are
+    added to `left_out`."""
     cursor, found = Cursor(0, {}), []
     for count in portions:
-        found += issuer.draw(cursor, count, version=None)[0]
+        groups, passed_over = issuer.draw(cursor, count, version=None)
+        found += groups
+        if left_out is not None:
+            left_out += passed_over
         drawn = dict(cursor.drawn) | {group.source: group.source_ordinal + 1 for group in found}
         last = DrawCursor(found[-1].source, found[-1].source_ordinal, found[-1].sibling) if found else None
         cursor = Cursor(len(found), drawn, last)
@@ -73,20 +77,22 @@ def test_prompts_that_are_too_long_are_passed_over_and_the_others_keep_their_ord
     lines = [f'{{"prompt": "{"1+" * (40 if n % 3 == 1 else 1)}{n}="}}\n' for n in range(12)]
     (tmp_path / "rows.jsonl").write_text("".join(lines))
     task = {"source": "file", "path": str(tmp_path / "rows.jsonl"), "reward": "exact", "held_out": 0}
-    config = from_dict({"task": [task, {"source": "arithmetic"}], "rollout": {"max_prompt_tokens": 20}})
+    config = from_dict({"task": [task, {"source": "arithmetic", "weight": 2.0}], "rollout": {"max_prompt_tokens": 20}})
     made = wiring.make_issuer(config, wiring.make_mixture(config, None), wiring.load_tokens(config))
     roomy = wiring.make_issuer(
         from_dict({"task": [task], "rollout": {"max_prompt_tokens": 99}}),
         wiring.make_mixture(from_dict({"task": [task]}), None),
         wiring.load_tokens(config),
     )
-    at_once = draw(made, [24])
-    assert [told(group) for group in draw(made, [1] * 24)] == [told(group) for group in at_once]
+    apart: list[LeftOut] = []
+    left_out: list[LeftOut] = []
+    at_once = draw(made, [40], left_out)
+    assert [told(group) for group in draw(made, [1] * 40, apart)] == [told(group) for group in at_once]
+    assert apart == left_out  # each once
     own = [group.problem["prompt"] for group in at_once if group.source == "rows"]
     wanted = [group.problem["prompt"] for group in draw(roomy, [36]) if len(group.prompt_tokens) <= 20]
     assert own == wanted[: len(own)]
-    groups, left_out = made.draw(Cursor(0, {}), 24, None)
-    num_passed = max(group.source_ordinal for group in groups if group.source == "rows") + 1 - len(own)
+    num_passed = max(group.source_ordinal for group in at_once if group.source == "rows") + 1 - len(own)
     assert (len(left_out), {one.source for one in left_out}) == (num_passed, {"rows"})
     assert all("over rollout.max_prompt_tokens = 20" in one.why for one in left_out)
 

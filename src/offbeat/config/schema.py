@@ -508,13 +508,13 @@ class RunConfig(Section):
 
 class ModelConfig(Section):
     path: str = "offbeat-tiny"
-    """Folder or hub name of a Hugging Face model; `offbeat-tiny` ships with Offbeat."""
+    """Hugging Face model: folder or hub name. `offbeat-tiny` ships with Offbeat."""
     tokenizer: str | None = None
     """Folder of a tokenizer, if not the model's own."""
     chat_template: str | None = None
     """File with a Jinja chat template that replaces the tokenizer's."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Data type of the published weights; auto is bfloat16 on a GPU, otherwise float32."""
+    """Data type of the published weights. auto: bfloat16 on a GPU, else float32."""
     device: str = free("auto")
     """`cpu`, `cuda`, `cuda:1` or `mps`; auto is the fastest available."""
     gradient_checkpointing: bool = free(False)

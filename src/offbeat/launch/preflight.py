@@ -8,7 +8,6 @@ Weights are neither downloaded nor loaded.
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import sys
 import tempfile
@@ -24,14 +23,14 @@ from offbeat.errors import UserError
 from offbeat.launch import wiring
 from offbeat.launch.coordinator_runtime import Prepared, prepare
 from offbeat.launch.given import Given
+from offbeat.launch.model_size import num_parameters
 from offbeat.launch.run_folder import RunFolder
 from offbeat.launch.stopping import interruptible
-from offbeat.model.loading import cached_folder, hub_parameters, is_hub_name, resolve
+from offbeat.model.loading import is_hub_name
 from offbeat.observability.advice import Advice, right_answer_earns
 from offbeat.observability.loading import loading
 from offbeat.observability.metric_files import read_events
 from offbeat.rewards.pool import RewardPool
-from offbeat.weights.safetensor_file import file_layout
 
 PICK_DEVICE = """
 import sys
@@ -153,25 +152,6 @@ async def check_roles(config: Config) -> list[str]:
 def print_advice(found: Iterable[Advice]) -> None:
     for advice in found:
         print(f"warning: {advice.text}", file=sys.stderr, flush=True)
-
-
-def num_parameters(path: str) -> int | None:
-    """Returns a model's number of parameters from the headers of its files or, if it is not on this machine, from the
-    hub; None if the hub does not know it. Raises `UserError` for a file that is cut short or damaged."""
-    folder = cached_folder(path) if is_hub_name(path) else resolve(path)
-    files = [] if folder is None else sorted(folder.glob("*.safetensors"))
-    if not files:
-        return hub_parameters(path)
-    return sum(_num_elements(file) for file in files)
-
-
-def _num_elements(file: Path) -> int:
-    try:
-        with file.open("rb") as opened:
-            return sum(math.prod(tensor.shape) for tensor in file_layout(opened).values())
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        why = " ".join(str(error).split())
-        raise UserError(f"model.path: {file} is damaged ({why}); copy it again") from error
 
 
 def _trial_line(trial: wiring.Trial) -> str:

@@ -38,7 +38,7 @@ def test_a_certificate_that_does_not_work_is_told_before_anything_listens(tmp_pa
     (tmp_path / "k.pem").write_text("no key")
     with pytest.raises(UserError, match=r"c\.pem"):
         Address(certificate=tmp_path / "c.pem", key=tmp_path / "k.pem").check()
-    with pytest.raises(UserError, match="No such file"):
+    with pytest.raises(UserError, match="no such file"):
         Address(certificate=tmp_path / "absent.pem", key=tmp_path / "k.pem").check()
 
 

@@ -31,7 +31,7 @@ from offbeat.config import Config, resolved
 from offbeat.config.schema import SERVED, FileTask
 from offbeat.config.summary import size
 from offbeat.errors import OffbeatError, UserError
-from offbeat.launch.preflight import num_parameters
+from offbeat.launch.model_size import num_parameters
 from offbeat.model.loading import WINDOW_KEYS, cached_folder, is_hub_name, resolve
 from offbeat.tools.doctor.probes import machine_memory
 from offbeat.tools.doctor.report import DoctorReport, Finding, Level, judged

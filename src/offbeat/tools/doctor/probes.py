@@ -161,8 +161,8 @@ def check_run(config: Config, url: str, parameters: int) -> Iterator[Finding]:
             yield Finding("config", str(error), Level.STOPS)
             return
     for line in lines:
-        name, text = line.split(maxsplit=1)
-        yield Finding(name, text)
+        about, text = line.split(maxsplit=1)
+        yield Finding(about, text)
     yield from (Finding("reward", warning, Level.WARNS) for warning in warnings)
 
 
