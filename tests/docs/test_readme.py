@@ -39,16 +39,16 @@ def test_what_the_readme_tells_to_type_works(command: str, reader: Reader):
             check_that_offbeat_asks_for(command, reader)
         case ["offbeat", "train", *words]:
             check_training(words, reader)
-        case ["offbeat", "ledger", "verify", "runs/NAME"]:
-            assert reader.run.is_dir()
-            assert reader.succeed("ledger", "verify", "runs/NAME").endswith("everything holds\n")
+        case ["offbeat", "ledger", "verify"]:
+            assert newest(reader, "ledger", "verify").endswith("everything holds\n")
         case ["offbeat", "export", "runs/NAME", "my-model"]:
             check_that_transformers_loads(reader.model)
-        case ["offbeat", "eval", "my-model"]:
-            assert reader.model.is_dir()
-            told = reader.succeed("eval", "my-model", "--prompts=4")
+        case ["offbeat", "eval"]:
+            told = newest(reader, "eval", "--prompts=4")
             assert "mean@1" in told
             assert "pass@1" in told
+        case ["offbeat", "show", "--best", "5"]:
+            assert "right answer" in newest(reader, "show", "--best", "5")
         case ["offbeat", "doctor", *words]:
             assert reader.succeed("doctor", *words).endswith("can run here\n")
         case ["offbeat", "model", "smollm2", folder]:
@@ -57,13 +57,18 @@ def test_what_the_readme_tells_to_type_works(command: str, reader: Reader):
             pytest.fail(f"no test runs {command!r}: teach it to this one, or take it out of the README")
 
 
+def newest(reader: Reader, *words: str) -> str:
+    """Runs a command on the reader's own run, which is made the newest, whichever page was read last."""
+    assert reader.run.is_dir()
+    (reader.run / "metrics.jsonl").touch()
+    return reader.succeed(*words)
+
+
 def check_training(words: list[str], reader: Reader) -> None:
     if "--dry-run" in words:
         assert reader.succeed("train", *words).startswith("would start a run in runs/")
     elif "--resume" in words:
-        assert reader.run.is_dir()
-        (reader.run / "metrics.jsonl").touch()  # the newest run is the reader's, whichever page was read last
-        assert "resumed at step" in reader.succeed("train", *words, "--run.steps=3", "--eval.prompts=4")
+        assert "resumed at step" in newest(reader, "train", *words, "--run.steps=3", "--eval.prompts=4")
     elif words in (["examples/smollm2.toml"], ["examples/vllm_cpu.toml"]):
         # Training them takes a GPU or a vLLM (tests/contracts has one); that all is in place shows without.
         stand_in = [] if (reader.folder / "smollm2").is_dir() else ["--model.path=offbeat-tiny", "--task.system=none"]
