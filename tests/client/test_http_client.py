@@ -402,7 +402,7 @@ def test_a_worker_that_does_not_know_it_sends_nothing(tls, tmp_path):
             async with remote(run, run.token(), "w", patience_s=0.2):
                 pass
 
-        with pytest.raises(UserError, match=r"certificate.*CA file"):
+        with pytest.raises(UserError, match=r"certificate cannot be verified.*--ca-file FILE"):
             asyncio.run(scenario())
         assert run.ledger.list_workers() == []
 

@@ -25,6 +25,8 @@ STAND_INS = {
 }
 """Replacements for what is not here: a download, a vLLM (tests/contracts trains with one), workers in other terminals
 (test_swarm opens some)."""
+DRY_RUN_KEYS = ("--model.path", "--task.", "--rollout.max-new-tokens")
+"""Beginnings of those replacements that a dry run needs, too."""
 FAST = ("partial", "mixture", "own_task")
 """Examples that the fast tier trains; the README's commands train some more."""
 
@@ -42,7 +44,7 @@ def needs(example: Path) -> list[str]:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=name)
 def test_an_example_passes_a_dry_run(example: Path, reader: Reader):
-    stand_in = [word for word in STAND_INS.get(example.stem, []) if word.startswith(("--model.path", "--task."))]
+    stand_in = [word for word in STAND_INS.get(example.stem, []) if word.startswith(DRY_RUN_KEYS)]
     if load(example).rollout.engine == "vllm":
         stand_in.append("--engine.url=http://127.0.0.1:8000")  # no vLLM is installed here
     told = reader.succeed("train", f"examples/{example.name}", "--dry-run", *stand_in)

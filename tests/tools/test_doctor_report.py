@@ -135,7 +135,7 @@ def test_a_store_needs_its_own_package(monkeypatch):
 
 def test_every_extra_has_a_purpose():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert set(EXTRAS) == set(project["optional-dependencies"]) - {"all", "dev"}
+    assert set(EXTRAS) == set(project["optional-dependencies"]) - {"all", "dev", "docs"}
 
 
 def test_an_engine_that_is_not_installed_stops_the_run_that_wants_it():

@@ -100,7 +100,11 @@ def page() -> str:
 @pytest.mark.parametrize("over_provision", [1.25, 2])
 def test_the_figures_on_the_page_for_a_schedule_that_stops_at_the_batch_are_those_of_the_simulation(over_provision):
     by_siblings, by_batch = stopped_at_the_batch(over_provision)
-    said = re.search(rf"with {over_provision:g} steps' answers under way, (-[\d.]+) and (-[\d.]+)", page())
+    said = re.search(
+        rf"answers for {over_provision:g} steps in flight, (?:the shorter half has )?(-[\d.]+) (?:for `release` )?and "
+        r"(-[\d.]+)",
+        page(),
+    )
     assert said is not None
     assert float(said[1]) == pytest.approx(by_siblings, abs=0.006)
     assert float(said[2]) == pytest.approx(by_batch, abs=0.006)

@@ -358,6 +358,6 @@ def test_an_alarm_tells_of_log_ratios_beyond_the_clamp(tmp_path):
     policy = Policy(tiny_model("llama"), AdamSettings())
     far, near = a_member(policy, 1, 1, off_by=30.0), a_member(policy, 2, 1)
     _, told = run_steps(tmp_path, policy, [a_batch(0, [far, near])])
-    assert ("clamped", {"step": 0, "share": 0.5, "limit": MAX_CLAMPED_SHARE}) in told
+    assert ("clamped", {"step": 1, "share": 0.5, "limit": MAX_CLAMPED_SHARE}) in told
     _, told = run_steps(tmp_path / "other", Policy(tiny_model("llama"), AdamSettings()), [a_batch(0, [near])])
     assert "clamped" not in [name for name, _ in told]

