@@ -726,7 +726,7 @@ class WeightsConfig(Section):
     deltas: Literal["auto", "always", "never"] = free("auto")
     """Publish sparse, signed weight deltas. auto: where workers elsewhere can join; always: for all workers."""
     store: str | None = free(None)
-    """Folder or URL for weights, which trainer and workers can reach, such as s3://bucket/run. Without it, the
+    """Folder or URL for weights, such as s3://bucket/run, that all roles can reach. Without it, the
     coordinator serves them."""
 
 
