@@ -138,7 +138,7 @@ class LossConfig(Section):
     value_coef: float = free(0.1, gt=0)
     """Weight of the value head's loss in advantage = "gae"."""
     max_logprob_gap: float = free(0.05, gt=0)
-    """Mean gap between engine and trainer log-probs above which there is an alarm. Only fresh tokens are compared."""
+    """Mean gap of engine and trainer log-probs that raises an alarm. Only fresh tokens are compared."""
     audit_share: float = free(0.3, ge=0, le=1)
     """Share of tokens of older weights whose log-probs are audited. They are recomputed with their own version, where
     workers are separate processes; fresh tokens are always compared. With 0 a worker can evade the audit by naming
@@ -554,7 +554,7 @@ class BatchConfig(Section):
     drop_no_signal: bool | None = None
     """Replace groups whose rewards are all equal (dynamic sampling). Without it, only for dapo."""
     max_redraws: float = Field(4.0, ge=0)
-    """Most groups that drop_no_signal may replace per step, times groups_per_step. Further ones are trained anyway."""
+    """Most groups replaced per step by drop_no_signal, over groups_per_step. Further ones are trained anyway."""
     updates_per_step: int = Field(1, ge=1)
     """Optimizer updates per step; the step's groups are divided among them."""
     tokens_per_microbatch: int = free(16384, ge=1)
@@ -726,8 +726,8 @@ class WeightsConfig(Section):
     deltas: Literal["auto", "always", "never"] = free("auto")
     """Publish sparse, signed weight deltas. auto: where workers elsewhere can join; always: for all workers."""
     store: str | None = free(None)
-    """Folder or URL for weights, such as s3://bucket/run, that all roles can reach. Without it, the
-    coordinator serves them."""
+    """Folder or URL for weights that all roles reach, such as s3://bucket/run. Without it, the coordinator serves
+    them."""
 
 
 class LogConfig(Section):
