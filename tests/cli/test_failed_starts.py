@@ -10,6 +10,8 @@ from real_command import QUICK, Command, command_in
 
 from offbeat.model.loading import TINY_FOLDER
 
+pytestmark = pytest.mark.full
+
 ONE_STEP = ("--run.steps=1",)
 NO_TENSOR = b'{"none": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'
 

@@ -107,12 +107,14 @@ def test_5_a_batch_that_does_not_divide(user):
     )
 
 
+@pytest.mark.full
 def test_6_a_wrong_model_path(user):
     assert refusal(user, "--model.path=./modle") == ("model.path = './modle': no such folder; did you mean 'model'?")
     told = refusal(user, "--model.path=someone/modle")
     assert told.startswith("model.path = 'someone/modle': no such folder, and the Hugging Face hub cannot be reached")
 
 
+@pytest.mark.full
 def test_7_a_wrong_device(user):
     assert refusal(user, "--model.device=gpu") == (
         '--model.device = "gpu": allowed "auto", "cpu", "cuda", "cuda:1" and so on, "mps"'

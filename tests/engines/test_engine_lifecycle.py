@@ -120,6 +120,7 @@ def test_the_end_of_its_process_is_known_at_once(tmp_path):
     asyncio.run(run())
 
 
+@pytest.mark.full
 def test_a_server_of_someone_else_is_waited_for_told_of_once_and_left_alone(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(lifecycle, "CHECK_EVERY_S", 0.05)
     with socket.socket() as probe:

@@ -98,6 +98,7 @@ def events(kind):
     return [row for row in rows if row["event"] == kind]
 
 
+@pytest.mark.full
 def test_a_run_stops_before_the_update_and_goes_on_with_the_same_batch_as_if_nothing_had_been(
     stopped, unspoilt, capsys
 ):

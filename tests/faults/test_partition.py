@@ -65,7 +65,7 @@ def test_a_run_over_one_megabit_a_second_finishes_and_its_leases_are_kept(tmp_pa
     asyncio.run(asyncio.wait_for(scenario(), 200))
 
 
-@pytest.mark.parametrize("late_s", [0.0, 1.0])
+@pytest.mark.parametrize("late_s", [pytest.param(0.0, marks=pytest.mark.full), 1.0])
 def test_calls_that_come_twice_and_out_of_order_change_nothing(late_s, tmp_path):
     async def scenario() -> None:
         line = Line(twice=0.5, late_s=late_s)  # so tasks are leased to nobody's ear, and nobody is to blame for it
@@ -84,6 +84,7 @@ def test_calls_that_come_twice_and_out_of_order_change_nothing(late_s, tmp_path)
     asyncio.run(asyncio.wait_for(scenario(), 200))
 
 
+@pytest.mark.full
 def test_connections_that_break_in_the_middle_of_an_answer_cost_nothing_but_time(tmp_path):
     async def scenario() -> None:
         line = Line(break_after_bytes=30_000)

@@ -18,7 +18,8 @@ ROUNDS = ("--schedule.mode=alternate", "--schedule.max-staleness=2", "--rollout.
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("schedule", [OVERLAP, pytest.param(ROUNDS, marks=pytest.mark.full)], ids=["overlap", "rounds"])
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", [OVERLAP, ROUNDS], ids=["overlap", "rounds"])
 def test_a_run_whose_every_process_is_killed_in_turn_finishes_by_itself(tmp_path, schedule):
     killed = ["worker-1", "coordinator", "worker-2", "trainer", "coordinator"]
     num_steps = 12
