@@ -16,5 +16,6 @@ offbeat.train(
     run={"name": "offbeat", "steps": 3},
     batch={"groups_per_step": 2, "group_size": 4},
     rollout={"max_prompt_tokens": 128, "max_new_tokens": 64},
+    eval={"every": 0},
     optimizer={"lr": 1e-5},
 )
