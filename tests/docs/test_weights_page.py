@@ -58,7 +58,7 @@ def test_adapters_reach_workers_with_disks_of_their_own_and_the_base_only_those_
     base = (terminals.folder / "other" / "model.safetensors").stat().st_size
     assert all(row["weights_bytes"] < 0.06 * base for row in steps)
     assert all(row["logprob_gap"] < 1e-4 for row in steps if row["logprob_gap"] is not None)
-    assert sum(row["audited"] for row in steps) == 0, "somebody served the adapters on another base"
+    assert sum(row["left_out"] for row in steps) == 0, "somebody served the adapters on another base"
     kept = {
         name: {path.name for path in folder_of(terminals, name).rglob("*.safetensors")} for name in ("same", "other")
     }
