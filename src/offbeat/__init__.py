@@ -33,7 +33,7 @@ if _TYPE_CHECKING:
 __all__ = ["STOP", "Config", "OffbeatError", "Run", "UserError", "__version__", "make_plan", "train"]
 
 _LAZY = {"Config": "offbeat.config", "Run": "offbeat.run", "STOP": "offbeat.observability.sinks"}
-"""Modules of the public names that take time to import."""
+"""Public names that are slow to import, and so imported when they are first used, with their modules."""
 
 
 def __getattr__(name: str) -> _Any:
@@ -68,8 +68,8 @@ def train(
 ) -> Run:
     """Trains as `offbeat train` does and returns the `Run`.
 
-    `config` is a `Config`, a dict or the path of a TOML file. None means the configuration of the run to `resume`, or
-    else that of the built-in demo; with another `model` than the demo's, all keys have their defaults.
+    `config` is a `Config`, a dict or the path of a TOML file. None means the configuration of the run to `resume`.
+    Without such a run, it means that of the built-in demo or, with another `model`, the defaults of all other keys.
 
     `task` is where prompts come from: rows (a list of dicts, a `datasets.Dataset`, a data frame, a generator), which
     are recorded in the run's folder; a function as of `source = "function"`; a file; a section such as
@@ -110,9 +110,10 @@ def make_plan(
     budget: float | None = None,
     throughput: float | None = None,
 ) -> Plan:
-    """Plans as `offbeat plan` does: the fastest plan for a budget ($/h), or the cheapest at a throughput (tokens/s).
+    """Plans as `offbeat plan` does: returns the fastest plan within `budget` ($/h; None: all machines) or, with
+    `throughput` (tokens/s), the cheapest plan that reaches it.
 
-    `cluster`, `workload` and `constants` are each a record or the path of a file. The planner is in `offbeat.planner`.
+    `cluster`, `workload` and `constants` are each a record or the path of a file; `constants` None: the defaults.
     """
     from offbeat.planner.cost import constants as files
     from offbeat.planner.inputs.inventory import load_inventory

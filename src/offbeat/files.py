@@ -113,7 +113,7 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 def create_atomic(path: Path, data: bytes, mode: int = 0o666) -> bool:
     """Creates a file with its content in one step. Returns False, and leaves the file as it is, if it already exists.
-    Of several concurrent callers, one succeeds."""
+    Of several concurrent callers, one succeeds; on a file system without hard links, several may."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.draft")
     with naming(path):
         try:
@@ -144,7 +144,7 @@ def _link(draft: Path, path: Path) -> bool:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Makes `target` a hard link to `source`, which stays if `source` is deleted; a copy if a link is impossible."""
+    """Makes `target` a hard link to `source`, or a copy if a link is impossible. Both outlive `source`."""
     try:
         os.link(source, target)
     except OSError as error:

@@ -40,8 +40,8 @@ def locate(spec: str, key: str) -> Function:
 
 
 def accepted_arguments(function: Function, offered: Sequence[str], label: str) -> tuple[str, ...]:
-    """Returns the names in `offered` that a function takes as keyword arguments. Raises `UserError` if a required
-    parameter is not in `offered`; `label` names the function in errors."""
+    """Returns the names in `offered` that a function takes as keyword arguments. Raises `UserError` if it takes none of
+    them, or requires an argument that is not among them; `label` names the function in errors."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:

@@ -44,7 +44,7 @@ SIOCGIFADDR = 0x8915
 
 
 def own_addresses() -> list[str]:
-    """Returns the IPv4 addresses of this machine that others may reach; first the one from which it reaches them."""
+    """Returns this machine's IPv4 addresses except loopback; first the one from which it reaches other machines."""
     found = []
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outward:
         outward.connect(("192.0.2.1", 9))  # sends nothing: only asks for the route

@@ -161,8 +161,9 @@ class Run:
     def evaluate(
         self, *, prompts: int | None = None, samples: int | None = None, reward: Reward | None = None
     ) -> dict[str, float]:
-        """Returns mean@k and pass@k of the newest weights on the run's held-out problems. Rewards given to
-        `offbeat.train` are used again; for a run that was opened from disk, give them as `reward`."""
+        """Returns mean@k and pass@k of the newest weights on the run's held-out problems. `prompts` and `samples`
+        replace `eval.prompts` and `eval.samples`. Rewards given to `offbeat.train` are used again; for a run that was
+        opened from disk, give them as `reward`."""
         from offbeat.tools.evaluate import evaluate_run
 
         chosen, _ = arguments.read_reward(self._given.get("reward") if reward is None else reward)
@@ -176,10 +177,10 @@ class Run:
         return Path(folder)
 
     def resume(self, *, steps: int | None = None, wait: bool = True, **changes: Any) -> Self:
-        """Trains on, up to `steps` steps counted from the run's beginning, and returns this run.
+        """Trains on until the run has `steps` steps in all (None: `run.steps`), and returns this run.
 
-        Rewards, callbacks, loggers and functions from Python are used again. `changes` are further arguments of
-        `offbeat.train`: others of these, or keys of the configuration that may change.
+        Rewards, callbacks, loggers and functions from Python are used again, unless `changes` has new ones. `changes`
+        are arguments of `offbeat.train`; keys that are fixed for the life of a run are refused.
         """
         if self.is_running:
             raise UserError(f"{self.path}: is training already; stop it first, or wait for its end")
@@ -193,12 +194,12 @@ class Run:
 
     @property
     def is_running(self) -> bool:
-        """Whether this object's run is being trained, by this program."""
+        """Whether this object is training the run. False if another object or program is."""
         return self._training is not None and not self._training.ended.done()
 
     def stop(self) -> Self:
         """Ends training after the current step, with a checkpoint, and waits for that. In a callback, which is part
-        of a step, it does not wait."""
+        of a step, it does not wait. Raises `UserError` if another program trains the run."""
         if self._training is None:
             if (self.path / LOCK).exists():
                 refuse_in_use(self.path)  # another program's run: it must be stopped there
@@ -248,14 +249,15 @@ class _Training:
     def __init__(self) -> None:
         self.button = StopButton()
         self.begun = threading.Event()
-        """Set once the run has a folder, or has failed before."""
+        """Set once the run has a folder, or has failed without one."""
         self.ended: futures.Future[None] = futures.Future()
         self._thread = threading.current_thread()
         self._is_alone = False
-        """Whether nobody waits for the thread that trains."""
+        """Whether training has a thread of its own, for whose errors nobody may be waiting."""
 
     def start(self, work: Callable[[], object], *, wait: bool) -> None:
-        """Does `work`. Without `wait`, it goes on in a thread of its own once the run has a folder."""
+        """Calls `work`. With `wait`, returns when it ends. Otherwise, `work` runs in a thread of its own, and `start`
+        returns once the run has a folder. Raises the error of `work` if it has failed by then."""
         if wait:
             self._do(work)
         else:
@@ -287,7 +289,8 @@ class _Training:
         return threading.current_thread() is self._thread
 
     def wait(self, timeout: float | None) -> bool:
-        """Waits for the end and raises the error, if there was one; returns False if `timeout` passes first."""
+        """Waits for the end of training and raises its error, if there was one. Returns False if the end does not come
+        within `timeout` seconds (None: no limit). A first Ctrl-C only asks training to stop; a second one is raised."""
         is_asked = False
         while not self.ended.done():
             try:

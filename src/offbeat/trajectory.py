@@ -74,7 +74,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A run of tokens with the same origin; `start` is the position of the first one in the response."""
+    """A run of tokens with the same origin; `start` is the position of the first one in the response. `version` sampled
+    them; `kv_version` is the oldest version whose keys and values they attended to."""
 
     start: int
     tokens: np.ndarray
@@ -349,7 +350,8 @@ def _segment_from_wire(wire: _SegmentWire) -> Segment:
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt that needs one trajectory. `prefix` is the unfinished one to continue; None: start from the prompt."""
+    """A prompt that needs one trajectory. `prefix` is the unfinished one to continue; None: start from the prompt.
+    `require_version` is the only version that may generate it; None: any version."""
 
     id: int
     group: int

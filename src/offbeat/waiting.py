@@ -92,8 +92,8 @@ class BackgroundTasks:
 
 
 async def run_to_end(work: Coroutine[Any, Any, None], within_s: float) -> None:
-    """Awaits `work`, which must not be left unfinished: if the caller is cancelled, it still waits for `work`, for at
-    most `within_s` seconds."""
+    """Awaits `work`, which should not be left unfinished. If the caller is cancelled, gives `work` another `within_s`
+    seconds to end before it is cancelled too."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.shield(task)
@@ -111,8 +111,8 @@ async def run_to_end(work: Coroutine[Any, Any, None], within_s: float) -> None:
 
 
 async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Calls `function` in a thread. If the caller is cancelled, it still waits for the thread to end, so that two calls
-    never write the same files at once."""
+    """Calls `function` in a thread and returns its result. A cancellation of the caller takes effect only when the
+    thread has ended, so that two calls never write the same files at once."""
     running = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
     try:
         return await asyncio.shield(running)
@@ -131,5 +131,5 @@ LARGE_BYTES = 256 * 1024
 
 async def on_bytes(data: bytes, work: Callable[[bytes], T], size: int | None = None) -> T:
     """Returns `work(data)`, computed on another thread if there are more than `LARGE_BYTES` bytes to process. `size` is
-    their number if it is not `len(data)`, as when `work` decompresses."""
+    the number of bytes to process, such as those after decompression; None: `len(data)`."""
     return work(data) if (size or len(data)) <= LARGE_BYTES else await asyncio.to_thread(work, data)

@@ -12,8 +12,8 @@ RUN_HELP = "a run's folder, or its name; without it, the newest run"
 
 
 def chosen_run(given: str | None) -> Path:
-    """Returns the run `given` as a folder or a name below `run.dir`'s default. None: the newest one there, and says on
-    standard error which one that is."""
+    """Returns the folder of the run `given`, which is a folder or a name below the default of `run.dir`. If `given` is
+    None, returns the newest run there, and names it on standard error."""
     parent = Path(RunConfig().dir)
     if given is None:
         run = newest_run(parent)

@@ -57,7 +57,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _run_of(word: str | None) -> Path | None:
-    """Returns the run that a word names, the newest one for None; None if it names a model or a configuration."""
+    """Returns the folder of the run that `word` names; None if `word` is that of a model or a configuration. Without a
+    word, returns the newest run."""
     if word is None:
         return chosen_run(None)
     folder = chosen_run(word)

@@ -133,7 +133,7 @@ HEAD = (
     *("prompt", "right answer", "response"),
 )
 MAX_TEXT = 400
-"""Characters of a text that a line shows at most, on however wide a screen."""
+"""Most characters of a text that a line shows, however wide the screen is."""
 
 
 def _figures(row: TrajectoryRow) -> list[str]:

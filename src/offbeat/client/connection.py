@@ -71,7 +71,8 @@ class DamagedInTransit(ConnectionError):
 
 
 class Connection:
-    """Makes calls to the coordinator at `url`, as the member of the run that has `secret` (None before joining)."""
+    """Makes calls to the coordinator at `url`, as the member of the run that has `secret` (None before joining).
+    Retries a call for `patience_s` seconds; None: for ever. `allow_plain` allows http to another machine."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class Connection:
     ):
         self.url, self.secret, self.patience_s = url.rstrip("/"), secret, patience_s
         self.generation = 0
-        """Number of this trainer among the run's, sent with each call; 0 before it reconciles, and for other roles."""
+        """Generation (number of the trainer's start), sent with each call; 0 before `reconcile` and for other roles."""
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(f"{url!r}: not the URL of a coordinator, which looks like https://host:port")

@@ -29,8 +29,8 @@ class LeaseResponse:
     is_over: bool = False
     """The run has ended: there are no further tasks."""
     round: int | None = None
-    """Round of generation of the tasks that require no version, named by the version that began it; None: the tasks are
-    not stopped by the end of a round."""
+    """Round to which the tasks belong that require no version; its number is that of the version that began it. These
+    tasks stop when the round ends. None: they belong to no round."""
     idle: str = ""
     """Why there are no tasks, in words for a person; "": there are some, or a version to load."""
 
@@ -69,8 +69,8 @@ class WorkerClient(Protocol):
         ...
 
     async def heartbeat(self, held: Sequence[tuple[int, int]]) -> Heartbeat:
-        """Renews the leases in `held`, pairs of task and fence (number of the lease). The first heartbeat of a worker's
-        process releases all other leases of the worker."""
+        """Renews the leases in `held`, pairs of task and fence (number of the lease). The first heartbeat of a
+        restarted worker ends all its other leases. Returns the tasks in `held` that the worker no longer holds."""
         ...
 
     async def submit(self, trajectory: Trajectory, fence: int) -> Outcome:
@@ -107,15 +107,17 @@ class WorkerClient(Protocol):
 
 
 class TrainerClient(Protocol):
-    """Calls that a trainer makes to its coordinator. Once another trainer has taken over, every call raises
-    `RunStopped` and changes nothing."""
+    """Calls that a trainer makes to its coordinator. Once another trainer has taken over, every call except `reconcile`
+    raises `RunStopped` and changes nothing."""
 
     async def reconcile(
         self, step: int, version: int | None, *, home: str = "", from_scratch: bool = False
     ) -> Reconciled:
-        """Makes the caller the run's only trainer, and brings the ledger to its checkpoint. Must be the first call.
+        """Makes the caller the run's only trainer, and brings the ledger to the caller's checkpoint. Must be the first
+        call.
 
-        `step` and `version` are those of the checkpoint, and `home` identifies the folder of checkpoints.
+        `step` and `version` are those of the checkpoint (0 and None: the caller has none). `home` identifies the folder
+        of checkpoints.
         `from_scratch` allows a trainer without a checkpoint to undo all steps of the run.
         """
         ...
@@ -129,8 +131,8 @@ class TrainerClient(Protocol):
         ...
 
     async def claim(self, step: int, within_s: float) -> Batch:
-        """Returns the batch of `step`, the same one at every call; waits up to `within_s` seconds until it is complete.
-        The batch of the following step may be claimed before the version of this step is committed."""
+        """Returns the batch of `step`, the same one at every call. Waits until it is complete; raises `DeadlineError`
+        after `within_s` seconds. The batch of the following step may be claimed before this step is committed."""
         ...
 
     async def commit(
@@ -154,8 +156,8 @@ class JudgeClient(Protocol):
     """Calls that a judge makes to its coordinator."""
 
     async def lease_rewards(self, capacity: int, wait_s: float) -> RewardLease:
-        """Leases up to `capacity` samples of one reward as soon as there are any; none after `wait_s` seconds. A busy
-        judge calls with `capacity` = 0 from time to time, as a heartbeat."""
+        """Leases up to `capacity` samples, all for one reward function, as soon as there are any. Returns an empty
+        lease after `wait_s` seconds. A busy judge calls with `capacity` = 0 from time to time, as a heartbeat."""
         ...
 
     async def submit_rewards(self, ticket: str, results: Sequence[RewardResult]) -> None:

@@ -138,9 +138,9 @@ class CoordinatorReceiver(Receiver):
 
 
 async def send_version(connection: Connection, store: PieceStore, number: int, digest: str, signer: str) -> None:
-    """Sends version `number` from `store` to the coordinator; `digest` selects its manifest. First sends what the
-    manifest refers to: the manifest of the version's delta, that of an adapter's base, and the pieces that the
-    coordinator lacks. Pieces that arrived before a crash are not sent again."""
+    """Sends the manifest `digest` of version `number`, signed with the key `signer`, from `store` to the coordinator.
+    First sends what this manifest refers to: the manifest of the version's delta, that of an adapter's base, and the
+    pieces that the coordinator lacks. Pieces that arrived before a crash are not sent again."""
     sealed = await asyncio.to_thread(store.get_manifest, number, digest)
     manifest = Manifest.decode(open_sealed(sealed, [signer]))
     if manifest.delta is not None:

@@ -42,7 +42,7 @@ CONTENT_DIGEST = "Content-Digest"
 DAMAGED = "Damaged"
 """Kind of an error answer which says that the call's body was damaged in transit; the caller retries."""
 GENERATION = "Offbeat-Generation"
-"""Header with the number of the calling trainer among those of the run; see `offbeat.ledger.batches`."""
+"""Header with the generation of the calling trainer (number of its start); see `offbeat.ledger.batches`."""
 
 
 DIGEST = re.compile(r"(?:^|,)\s*blake3=:([A-Za-z0-9+/]{43}=):")

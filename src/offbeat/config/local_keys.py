@@ -1,8 +1,8 @@
 """Machine-local keys: the programs that a machine starts, the code that it loads, its folders and addresses.
 
-A role that joins a run receives the configuration from the coordinator. Its machine-local keys are not used, because
-the coordinator could otherwise start programs on this machine, unless the machine's owner trusts the coordinator
-(`--trust-coordinator`). A key that the role needs must be given on its own command line; others get their defaults.
+A role that joins a run receives the configuration from the coordinator, which could start programs on this machine by
+choosing such keys. So they are not used, unless the machine's owner trusts the coordinator (`--trust-coordinator`). A
+machine-local key that the role needs must be given on its own command line; others get their defaults.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ VERSIONS_ON_DISK = 2
 TRAJECTORY_BYTES_PER_TOKEN = 8
 """Bytes of a token id and its log-prob."""
 TRAJECTORY_BYTES = 500
-"""Bytes of a trajectory in the run's database besides its tokens: other columns and index entries."""
+"""Bytes of a trajectory in the ledger besides its tokens: other columns and index entries."""
 
 
 def summarise(config: Config, num_parameters: int | None = None) -> list[str]:

@@ -39,6 +39,7 @@ class EvalPlan:
     """Schedule and sampling of evaluations on the held-out split."""
 
     every: int
+    """Number of steps between two evaluations; the last step is always evaluated. 0: no evaluations."""
     num_prompts: int
     num_samples: int
     sampling: Sampling
@@ -48,7 +49,7 @@ class EvalPlan:
 
 
 MAX_LEFT_OUT = 1000
-"""Prompts in a row that may be left out before the run stops, because its source seems to have no others."""
+"""Number of prompts left out in a row at which the run stops: their source seems to have no others."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Issuer:
         self.seed, self.group_size, self.num_siblings, self.sampling = seed, group_size, num_siblings, sampling
 
     def draw(self, cursor: Cursor, count: int, version: int | None) -> tuple[list[NewGroup], list[LeftOut]]:
-        """Returns the next `count` training groups after `cursor`, and the prompts that were left out before them. Each
+        """Returns the next `count` training groups after `cursor`, and the prompts that were left out on the way. Each
         prompt gives `num_siblings` groups in a row, each with its own seed. Only `version` may generate their answers;
         None: any version may."""
         drawn, last = dict(cursor.drawn), cursor.last
@@ -124,7 +125,7 @@ class Issuer:
 
     def held_out(self, version: int) -> list[NewGroup]:
         """Returns the groups of one evaluation of `version`; always the same problems and seeds, for comparison.
-        With `skips_long`, prompts that are too long are left out."""
+        With `skips_long`, prompts that cannot be used are left out; otherwise the first of them raises `BadPrompt`."""
         groups = []
         for ordinal, (source, problem) in enumerate(self.mixture.held_out(self.eval_plan.num_prompts)):
             with suppress(*[BadPrompt] * self.skips_long):
@@ -218,7 +219,8 @@ class Drawing:
 MAX_STILL = 0.05
 """Share of a step's time for which the trainer may be idle before `Depth` rises by one."""
 FIRST_PATIENCE, MAX_PATIENCE = 4, 128
-"""Number of steps with a busy trainer before `Depth` falls by one: at first, and at most after failed trials."""
+"""Number of steps with a busy trainer before `Depth` falls by one: at first, and at most. It doubles whenever a fall
+turns out to be too early."""
 
 
 class Depth:

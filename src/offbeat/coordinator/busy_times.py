@@ -22,8 +22,8 @@ class _Open:
 
 
 class BusyTimes:
-    """Times in which each of several members had work of one kind. Such a time begins when a member gets work, and ends
-    with its last answer, which is known once `settle` finds that it holds nothing more."""
+    """Records the spans in which each member (worker or judge) had work; all spans get the name `name`. A span begins
+    when the member gets work, and ends with the last answer that it gave before `settle` or `left`."""
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic):
         self._name, self._clock = name, clock
@@ -40,12 +40,13 @@ class BusyTimes:
         found.last_s, found.num_answers = self._clock(), found.num_answers + count
 
     def left(self, member: str) -> None:
-        """Reports the time of a member that holds no work any more, and forgets the member."""
+        """Ends the span of a member that holds no work any more: reports it, unless the member gave no answer, and
+        forgets the member."""
         if (found := self._open.pop(member, None)) is not None and found.num_answers:
             self._report(member, found, found.last_s)
 
     def settle(self, holding: Collection[str]) -> None:
-        """Reports all times up to now; those of members that are still `holding` work go on as new ones."""
+        """Reports all spans. A member in `holding` still has work: its span is cut now, and a new one begins."""
         now_s = self._clock()
         for member, found in list(self._open.items()):
             if member in holding:

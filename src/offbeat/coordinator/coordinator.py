@@ -39,7 +39,8 @@ from offbeat.weights.version import Version
 
 
 class PartialCounters:
-    """Counts, since the last `take`, partials (unfinished trajectories) handed back and the tokens of resumed tasks."""
+    """Counts, since the last `take`, the partials (unfinished trajectories) that were handed back, the tokens in them,
+    and the tokens of the tasks that were resumed."""
 
     def __init__(self) -> None:
         self._counts = dict.fromkeys(("partials", "partial_tokens", "resumed_tokens"), 0)
@@ -179,7 +180,8 @@ FORGET_AFTER_S = 3600.0
 taken back by then. A worker that returns later is treated as new and loses nothing."""
 FORGET_EVERY_S = 60.0
 PRESENT_S = 15.0
-"""Silence after which a worker no longer counts as present, if leases are shorter; an idle worker calls more often."""
+"""Shortest silence after which a worker no longer counts as present; the lease time, if that is longer. An idle worker
+calls more often than this."""
 
 
 @dataclass(frozen=True)
@@ -191,8 +193,9 @@ class Activity:
     num_wanted: int
     """Number of answers of a whole batch."""
     num_eval_answers: int
-    """Number of answers of evaluations in progress."""
+    """Number of answers of the evaluation in progress."""
     num_eval_wanted: int
+    """Number of answers of that whole evaluation; 0: none is in progress."""
     num_workers: int
     has_version: bool
     """Whether the trainer has published weights."""
@@ -207,8 +210,11 @@ class CoordinatorSettings:
     overlap: bool = False
     """Whether workers keep generating while the trainer trains."""
     over_provision: float | Literal["auto"] = 1.0
+    """Over-provision factor. "auto": chosen during the run, with overlap from the trainer's idle time, otherwise by the
+    event model."""
     rounds: EventModelConfig | None = None
-    """Event model that chooses the over-provision factor of a run in rounds; None: the factor is 1."""
+    """Settings of the event model that chooses the factor if it is "auto" and there is no overlap; None: the factor is
+    then 1."""
     max_new_tokens: int = 1
     lease_ttl_s: float = 60.0
     keep: MaintenanceSettings = field(default_factory=MaintenanceSettings)
@@ -233,8 +239,8 @@ class Coordinator:
         assert ledger.terms.groups_per_step is not None
         self._groups_per_step: int = ledger.terms.groups_per_step
         self._in_order = ledger.terms.max_staleness == 0
-        """Whether max_staleness is 0: then tasks require the version of their step, and batches take groups in
-        order."""
+        """Whether max_staleness is 0: then tasks require the version of their step, and batches take groups by
+        ordinal."""
 
         self._background = BackgroundTasks()
         failure = self._background.failure
@@ -288,7 +294,7 @@ class Coordinator:
         self.on_report({"event": "over_provision", "factor": decision.factor, "why": decision.reason})
 
     def record_spans(self, on_span: OnSpan) -> None:
-        """Reports with `on_span` from now on when workers generate and judges score."""
+        """Makes `on_span` receive, from now on, the times in which workers generate and judges score."""
         self.busy.on_span = self.rewards.busy.on_span = on_span
 
     def _settle_busy_times(self) -> None:
@@ -312,8 +318,8 @@ class Coordinator:
         return self.presence.present(max(self.settings.lease_ttl_s, PRESENT_S))
 
     async def start(self, *, keep_leases: bool = False) -> None:
-        """Starts the background tasks, and scores unscored trajectories. With `keep_leases`, renews all stored leases,
-        because remote workers survive a restart; otherwise releases them."""
+        """Starts the background tasks, one of which scores the trajectories that still wait for a reward. With
+        `keep_leases`, renews all stored leases, because remote workers survive a restart; otherwise releases them."""
         await self.lease_manager.start(keep_leases=keep_leases)
         self.rewards.start(self.ledger, self._share, self._background, self._progress, self._notify_workers)
         self._background.spawn(self.lease_manager.expire())
@@ -359,7 +365,8 @@ class Coordinator:
                 return LeaseResponse(ttl_s=ttl_s, idle=await self._why_idle(version))
 
     async def _why_idle(self, version: Version | None) -> str:
-        """Says why there is no task for a worker that has `version`, the one to serve; None: there is none yet."""
+        """Returns why there is no task for a worker that already has `version`, the version to serve. None: no version
+        is published yet."""
         if version is None:
             return "the trainer has published no weights yet"
         if await self._writer.read(self.ledger.num_leased):
@@ -578,8 +585,9 @@ class Coordinator:
             raise
 
     def step_figures(self) -> dict[str, float]:
-        """Returns figures for a step's metrics row: counts of partials since the last call, the over-provisioning
-        factor with its predictions, if any, and unless this is a run of one process, the number of workers."""
+        """Returns figures for a step's metrics row: the counts of partials since the last call, the over-provision
+        factor and its predictions, and, if the run may have several workers, how many are present and how many of these
+        had no task. Restarts the counts."""
         figures = {**self._partials.take(), **self._provisioning.figures()}
         if not self.only_worker:
             present = set(self._present_workers())

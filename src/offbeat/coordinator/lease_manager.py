@@ -1,7 +1,8 @@
 """Manages leases of tasks: grants them, renews them at heartbeats, and takes them back.
 
-The ledger stores leases, `rules.leases` tracks their deadlines, and `rules.quarantine` finds hoarders. A task whose
-worker vanished is a suspect (it may have killed the worker) until its trajectory is complete.
+The ledger stores leases, `rules.leases` tracks their deadlines, and `rules.quarantine` finds hoarders (workers that
+hold tasks too long). A task whose worker vanished is a suspect (it may have killed the worker) until its trajectory is
+complete.
 
 Guarantees: a lease counts as lost only if its worker vanished or restarted. If a live worker hoards a task, or does not
 name it in its heartbeats, the task is freed, and this does not count as a failure of the task. Time in which this
@@ -149,7 +150,8 @@ class LeaseManager:
         return was_suspect
 
     async def heartbeat(self, worker: str, held: Sequence[tuple[int, int]], life: str) -> Heartbeat:
-        """Renews the worker's leases `held`, pairs of task and fence (lease number); returns the tasks it has lost."""
+        """Renews the worker's leases `held`, pairs of task and fence (lease number). A new `life` means that the worker
+        restarted: its other leases then count as lost. Returns the tasks in `held` that it no longer holds."""
         if self._presence.has_restarted(worker, life):
             self.pace.forget(worker)
             self._on_restart(worker)

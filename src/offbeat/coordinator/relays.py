@@ -42,6 +42,7 @@ class WorkerSite:
     address: Address | None = None
     """Address at which the worker serves pieces; None: it serves none."""
     root_bytes_per_s: float | None = None
+    """Rate at which the worker receives from the root; None: not measured."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ class RelayAssignment:
         self._heard: dict[str, _Present] = {}
 
     def sources(self, worker: str, site: WorkerSite) -> list[PieceSource]:
-        """Returns the peers, in order, that `worker` asks for pieces before it asks the coordinator or the store."""
+        """Records the site of `worker`. Returns the peers, in order, that it asks for pieces before it asks the
+        coordinator or the store."""
         self._forget_silent()
         if not site.site:
             self.leave(worker)

@@ -198,7 +198,7 @@ class Scorer:
         ]
 
     def scored(self, samples: Sequence[Unscored], results: Sequence[RewardResult]) -> list[Scored]:
-        """Returns each sample's rewards, or the reason why they failed."""
+        """Returns each sample's rewards, or the reason why they failed; counts both for `stop_if_failing`."""
         scored = []
         for sample, result in zip(samples, results, strict=True):
             rewards = self._shaped(sample, result.rewards) if result.error is None else ()

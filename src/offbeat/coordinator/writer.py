@@ -42,7 +42,7 @@ class _Call:
             _resolve(answer, result)
 
     def fail(self, error: BaseException) -> None:
-        """Fails every caller that has no answer yet with `error`."""
+        """Gives `error` to every caller that has no answer yet, as a `LedgerError` if it is not an `Exception`."""
         for answer in self._answers:
             _resolve(
                 answer,

@@ -4,7 +4,8 @@
 - A row is held out if the hash of its prompt, as a fraction, is below the share `held_out`. So equal prompts stay
   together, and adding rows later does not move any other row.
 - Epochs follow one another, each in its own order, which depends only on seed and epoch.
-- The reward gets the row's other columns as `info`, and there the answer too, unless it is text in the column `answer`.
+- The reward gets the row's other columns as `info`. The column of the answer is among them, unless it is named `answer`
+  and holds text.
 """
 
 from __future__ import annotations
@@ -129,8 +130,8 @@ class ParquetRows:
 
 
 class DatasetRows:
-    """Rows of one split of a Hugging Face dataset; `path` is a saved or downloaded folder, or a name on the hub. Where
-    it has several configurations, one follows after a colon, as in `openai/gsm8k:main`."""
+    """Rows of one split of a Hugging Face dataset; `path` is a saved or downloaded folder, or a name on the hub. If the
+    dataset has several configurations, add a colon and the name of one, as in `openai/gsm8k:main`."""
 
     def __init__(self, path: str, split: str):
         self.path, self.split = path, split
@@ -172,8 +173,9 @@ DEFAULT_ANSWER = "answer"
 
 
 class FileSource:
-    """Source of problems from `rows`. `prompt`, `messages` and `answer` are names of columns; `messages`, if given, is
-    used instead of `prompt`. `held_out` is the share of rows to hold out."""
+    """Source of problems from `rows`. `prompt` (for text), `messages` (for chats) and `answer` are names of columns;
+    `messages`, if given, is used instead of `prompt`, and `answer` None means that problems have no answer. `held_out`
+    is the share of rows to hold out."""
 
     default_reward: str | None = None
 
@@ -217,7 +219,7 @@ class FileSource:
         return len(self._train) + self._num_held_out
 
     def every_prompt(self) -> Iterator[Problem]:
-        """Yields all rows in order, held-out ones too, each as a problem of a prompt and its place alone."""
+        """Yields all rows in order, held-out ones too, each as a problem with nothing but its prompt and its place."""
         for index, row in enumerate(self.rows.scan(self._needed)):
             yield Problem(self._prompt_of(row, index), place=self.rows.where(index))
 

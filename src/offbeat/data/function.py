@@ -21,8 +21,8 @@ KEYS = ("prompt", "answer", "info")
 class FunctionSource:
     """Source of problems from `function`: a callable, `module:function` or `file.py:function`.
 
-    `seed` is passed to the function. `chat` says whether text prompts go through the model's chat template; None: if it
-    has one.
+    `seed` is passed to the function. `chat` says whether text prompts go through the model's chat template; None: if
+    the model has one.
     """
 
     default_reward: str | None = None

@@ -54,7 +54,9 @@ class Gym:
             problem = self._pose(NUM_HELD_OUT_SEEDS + position)
             if not is_held_out(str(problem.prompt)):
                 return problem
-        raise UserError(f"task.name = {self.dataset!r}: these task.options leave it too few different questions")
+        raise UserError(
+            f"task.name = {self.dataset!r}: these task.options leave too few different questions; set them wider"
+        )
 
     def held_out(self, count: int) -> list[Problem]:
         drawn: dict[str, Problem] = {}
@@ -125,7 +127,10 @@ def _to_plain(value: Any) -> Any:
         return {"map": [[_to_plain(key), _to_plain(item)] for key, item in value.items()]}
     if value is None or isinstance(value, str | int | float):
         return value
-    raise UserError(f"a problem of reasoning-gym holds a {type(value).__name__}, which cannot be sent to its reward")
+    raise UserError(
+        f"a problem of reasoning-gym holds a {type(value).__name__}, which cannot be sent to its reward; choose "
+        "another data set"
+    )
 
 
 def _from_plain(value: Any) -> Any:

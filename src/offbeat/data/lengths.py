@@ -22,7 +22,7 @@ MEASURED = 20_000
 PIECE = 1000
 """Prompts that are tokenised together, on all cores."""
 SAMPLE, SAMPLE_S = 64, 3.0
-"""Problems, and seconds to make them, for the sample of a source that makes them to order."""
+"""Most problems, and most seconds spent on making them, in the sample of a source that makes problems to order."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class PromptLengths:
     num_measured: int
     num_long: int = 0
     first_long: str = ""
-    """Where the first prompt is that is too long."""
+    """Place of the first prompt that is too long, such as file and line; `first_tokens` is its length."""
     first_tokens: int = 0
 
     def line(self, policy: str) -> str:
-        """Describes the prompts and what happens to those that are too long."""
+        """Describes the prompts; `policy`, the value of `rollout.long_prompts`, says what happens to those too long."""
         count = f"a sample of {self.num_prompts:,} prompts" if self.is_sample else f"{self.num_prompts:,} rows"
         text = f"{self.source}: {count}, longest {self.longest:,} tokens"
         if self.num_measured < self.num_prompts:
@@ -60,7 +60,8 @@ def measure_prompts(mixture: Mixture, renderer: Renderer, held_out: int) -> list
 
 
 def refuse_long(found: list[PromptLengths], policy: Literal["error", "skip", "cut"], limit: int) -> None:
-    """Raises `UserError` if prompts are too long and `policy` is "error", or if it leaves a file without a prompt."""
+    """Raises `UserError` if prompts are too long and `policy` (`rollout.long_prompts`) is "error", or is "skip" and
+    would leave out all prompts of a file. `limit` is `rollout.max_prompt_tokens`."""
     for one in found:
         if not one.num_long or policy == "cut":
             continue

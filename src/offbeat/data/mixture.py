@@ -22,7 +22,7 @@ from offbeat.errors import OffbeatError, UserError
 RewardSpec = str | Callable[..., Any] | Mapping[str, str | Callable[..., Any]]
 """A reward by name, a function, or several of these by name, whose values are added up."""
 Functions = Mapping[str, Callable[..., Any]]
-"""Python functions by the name that the configuration has for them, for functions that have no file."""
+"""Functions that a Python program gives as sources of prompts, by the name that is their `task.path`."""
 ROWS = "tasks"
 """Folder below a run's for the rows that were given from Python."""
 SEED_STEP = 1_000_003

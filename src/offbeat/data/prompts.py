@@ -48,7 +48,8 @@ class BadPrompt(UserError):
 
 class Renderer:
     """Turns prompts into token ids with a transformers tokenizer. `template_hash` identifies the chat template; None:
-    no template. With `cuts`, only the end of the text of a prompt that is too long is used."""
+    no template. `window_tokens` limits prompt and answer together; None: no limit. With `cuts`, a prompt that is too
+    long loses the beginning of its text."""
 
     def __init__(
         self,
@@ -93,8 +94,8 @@ class Renderer:
         return found
 
     def ascii_room(self, source: Rendered) -> int:
-        """Returns the number of characters of a text prompt, all ASCII, that is never too long: with most tokenizers, a
-        token covers at least one character. 0 if that is not certain."""
+        """Returns the number of characters up to which a text prompt in ASCII is certainly not too long: with most
+        tokenizers, a token covers at least one character. Returns 0 if nothing is certain."""
         if not _covers_ascii(self.tokenizer):
             return 0
         mark = "offbeat"
@@ -111,8 +112,9 @@ class Renderer:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"] if is_chat else self._raw(text)
 
     def _cut(self, source: Rendered, prompt: Prompt, place: str) -> list[int] | None:
-        """Returns the tokens of a prompt without the beginning of its text, or of its last message that has a text: as
-        many characters less as needed. None if even without that text the prompt is too long."""
+        """Returns the tokens of a prompt that is cut to fit. The text that is cut is that of the prompt or, in a chat,
+        of the last message that has one; it loses as many characters at its beginning as needed. Returns None if the
+        prompt is too long even without that text."""
         if isinstance(prompt, str):
             text = prompt
         else:

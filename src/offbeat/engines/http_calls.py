@@ -56,7 +56,10 @@ class Server:
         self.url = url.rstrip("/")
         self._base = "http://localhost" if url.startswith(UNIX) else self.url
         if api_key and not (api_key.isascii() and api_key.isprintable()):
-            raise UserError(f"{self.url}: the engine's key has characters that HTTP cannot send, such as a line break")
+            raise UserError(
+                f"{self.url}: the engine's key (OFFBEAT_ENGINE_KEY) has characters that HTTP cannot send, such as a "
+                "line break"
+            )
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
         self._is_closed = False
@@ -197,7 +200,10 @@ def _check(url: str) -> None:
     except ValueError:  # such as an invalid port
         raise UserError(f"{url}: not the URL of an engine; use one such as http://127.0.0.1:8000") from None
     if parts.username is not None or parts.password is not None:
-        raise UserError(f"the URL of the engine at {parts.hostname} holds a name or password; give the key separately")
+        raise UserError(
+            f"the URL of the engine at {parts.hostname} holds a name or password; leave these out and give the key in "
+            "OFFBEAT_ENGINE_KEY"
+        )
     if not is_address or parts.query or parts.fragment:
         raise UserError(f"{url}: not the URL of an engine; write http:// or https:// and a host, without ? or #")
 

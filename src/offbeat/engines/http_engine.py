@@ -1,9 +1,10 @@
 """`HttpEngine`: the engine protocol over an HTTP server, through the server's `Dialect`.
 
 Answers are streamed, which spreads the cost of reading them over time. Guarantees beyond those of the protocol: weights
-change only while the server is paused, and the server is always resumed. A server is dead if it does not answer, has
-restarted, or has other weights than this engine loaded last. Then every call, including those already waiting, raises
-`EngineDied` with the server's name. The engine object stays dead; a new one must begin with a load.
+change only while the server is paused, and the server is always resumed. An engine is dead once its server does not
+answer, sends no token for long, has restarted, fails during a load, or has other weights than the engine loaded last.
+Then every call, including those already waiting, raises `EngineDied` with the server's name. A dead engine stays dead;
+a new one must begin with a load.
 """
 
 from __future__ import annotations
@@ -211,8 +212,8 @@ class HttpEngine:
 
     @asynccontextmanager
     async def _still(self) -> AsyncIterator[None]:
-        """Holds back new calls while the block loads weights. If the block fails, ends the engine, because the server's
-        weights are then unknown."""
+        """Holds back new calls while the block loads weights, and adds the time to `seconds_still`. If the block fails,
+        ends the engine, because the server's weights are then unknown."""
         start_s = time.monotonic()
         self._is_loading = True
         self._meter.stand_still(True)
@@ -343,10 +344,10 @@ class LoadedVersion:
 
 @dataclass(eq=False)
 class ActiveRequest:
-    """One request to a server and its tokens so far, each with the versions of its weights and its KV. Does no I/O.
+    """One request to a server and its tokens so far; knows which versions sampled them and computed their KV. No I/O.
 
-    A request may take several calls: if a server's answers do not say which weights sampled each token, its calls are
-    aborted for a load, and the request continues afterwards with a new call.
+    A request may take several calls: if a load of weights or a broken connection ends a call, a new call continues the
+    request.
     """
 
     request: Request
@@ -356,7 +357,7 @@ class ActiveRequest:
     is_aborted: bool = False
     """Whether the caller aborted the request and gets the tokens so far."""
     is_moving: bool = False
-    """Whether its call is aborted for a load, to be continued by a new call."""
+    """Whether the current call is aborted because of a load; a new call continues the request after it."""
     num_calls: int = 0
     call: Call | None = None
     _tokens: list[int] = field(default_factory=list)

@@ -112,7 +112,8 @@ class Tasks:
         return [self._section(one) for one in (task if several else [task])]
 
     def name_functions(self, task: Any) -> None:
-        """Takes the functions of `task` for a resumed run, which has everything else from its beginning."""
+        """Takes the functions of `task` for a resumed run. Raises `UserError` for anything else, because the run keeps
+        its tasks and its rows."""
         for one in task if isinstance(task, list | tuple) else [task]:
             function = one.get("rows") if isinstance(one, Mapping) else one
             if not callable(function):
@@ -142,7 +143,8 @@ class Tasks:
 
 
 def _is_section(task: Any) -> bool:
-    """Whether a value is a table of a configuration, or rows with such settings; rows may have a column `source`."""
+    """Whether a value is a `task` table as in a configuration, or one with rows under the key `rows`. A row of data,
+    which may have a column `source`, is neither."""
     return isinstance(task, Mapping) and ("rows" in task or task.get("source") in TASK_MODELS)
 
 

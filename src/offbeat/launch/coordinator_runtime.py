@@ -69,7 +69,7 @@ async def open_coordinator(
     only_worker: str = "",
 ) -> AsyncIterator[CoordinatorRuntime]:
     """Opens the coordinator and what belongs to it. `given_sinks` get the metrics besides the configured sinks;
-    `only_worker` is the name of the worker of a run of one process."""
+    `only_worker` is the name of the worker of a run of one process, "" in any other run."""
     config, issuer = folder.config, prepared.issuer
     async with AsyncExitStack() as stack:
         ledger = stack.enter_context(wiring.open_ledger(config, folder.ledger))
@@ -103,8 +103,9 @@ TRAINER_STAGES = ("publish", "train", "wait", "checkpoint")
 
 
 def _report_and_trace(reporter: Reporter, row: Mapping[str, Any]) -> None:
-    """Handles a report of a trainer in another process, whose time goes into this process's trace. A row is sent right
-    after its step, so the parts of the step end now, one before the other."""
+    """Reports a step's row (or an event) from a trainer in another process, and records the trainer's stages in this
+    process's trace. The row has only durations. It is sent right after its step, so the last stage is taken to end now,
+    and every other one where the next begins."""
     end_s = time.monotonic()
     for stage in TRAINER_STAGES:
         seconds = row.get(f"time_{stage}_s", 0.0)
@@ -127,8 +128,8 @@ async def _show_activity(coordinator: Coordinator, reporter: Reporter) -> None:
 
 
 def in_words(activity: Activity, only_worker: str, *, had_worker: bool) -> str:
-    """Describes what a run is doing. `only_worker`: name of the worker of a run of one process; `had_worker`: whether a
-    worker has been present before."""
+    """Describes what a run is doing. `only_worker`: name of the worker of a run of one process, "" in any other run;
+    `had_worker`: whether a worker has been present before."""
     if not activity.has_version:
         return "waiting for the trainer's first weights"
     if not activity.num_workers:
@@ -149,8 +150,9 @@ async def _end(task: asyncio.Task[None]) -> None:
 
 
 def _record_fixed(folder: RunFolder, key: str, fact: str, value: Any) -> None:
-    """Records `value` in an event of kind `fact`; on a resume, raises an error about `key` if it has changed. For facts
-    that are fixed but not configured: the hash of the chat template, and rewards passed in from Python."""
+    """Records `value` in an event of kind `fact`; on a resume, raises an error about `key` if the value has changed.
+    For facts that are fixed for a run but not by its configuration alone: the hash of the chat template, and the
+    rewards, which may come from Python."""
     before = folder.last_event(fact)
     if before is None or "value" not in before:
         folder.event(fact, value=value)

@@ -34,7 +34,7 @@ class Given:
     functions: Functions = field(default_factory=dict)
     """Sources of prompts, by `task.path`."""
     rows: Path | None = None
-    """Folder whose files, which tasks name, become part of the run's folder."""
+    """Folder with the rows of tasks, one file for each; the files are copied into the run's folder. None: no rows."""
     sinks: Sequence[Sink] = ()
     stop: StopButton = field(default_factory=StopButton)
     on_folder: Callable[[Path], object] = lambda _: None

@@ -38,8 +38,9 @@ def _join(asked: str, url: str) -> str:
 
 
 def _far_url(url: str, address: Address) -> str:
-    """Returns the URL at which other machines reach the coordinator: by a name of its certificate if it has one, else
-    by the configured host, or this machine's first address where the coordinator listens at all of them."""
+    """Returns the URL at which other machines reach the coordinator. Its host is the configured one; but if there is a
+    certificate that is not for this host, the certificate's first name. If the coordinator listens at all addresses and
+    there is no certificate, it is this machine's first address. Behind a proxy it is unknown, and so `HOST`."""
     if address.behind_proxy:
         return f"https://{HOST}"
     names = [] if address.certificate is None else certificate_names(address.certificate)
@@ -53,7 +54,8 @@ def _bracketed(host: str) -> str:
 
 
 def _trust(address: Address) -> str:
-    """Returns the option by which a worker trusts a certificate that no authority has signed, or does without one."""
+    """Returns the option with which a worker trusts a self-signed certificate, or does without one on a private
+    network; "" if it needs no option."""
     if address.is_plain:
         return " --allow-plain"
     if address.certificate is None or not is_self_signed(address.certificate):
@@ -62,7 +64,8 @@ def _trust(address: Address) -> str:
 
 
 def certificate_names(file: Path) -> Sequence[str]:
-    """Returns the names and addresses that the first certificate in a PEM file is for, but loopback."""
+    """Returns the names and addresses for which the first certificate in a PEM file is valid, without loopback and
+    wildcards; empty if it cannot be read."""
     from cryptography import x509
 
     try:

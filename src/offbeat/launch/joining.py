@@ -37,7 +37,7 @@ LOCAL_TOKEN_MINUTES = 5.0
 """Minutes for which join tokens for child processes on this machine, which join at once, are valid."""
 CREDENTIALS, KEY = "credentials.json", "joining.key"
 OVER = "over"
-"""Suffix of the file that marks, in a member's folder, that it left because its run was over."""
+"""Suffix of a file in a member's folder; if the file is there, the member has left because its run was over."""
 MAX_FOLDERS = 1000
 
 
@@ -99,7 +99,8 @@ async def joined(invitation: Invitation, overrides: Sequence[str]) -> AsyncItera
 
 def own_config(invitation: Invitation, sent: Mapping[str, Any], overrides: Sequence[str]) -> Config:
     """Returns the configuration that the coordinator `sent`, with `overrides` and this machine's secrets. Unless the
-    coordinator is trusted, values that it may not choose for this machine become defaults, or raise if needed here."""
+    coordinator is trusted, values that it may not choose for this machine are replaced by defaults; if the member needs
+    such a value, raises `UserError`."""
     file = invitation.folder / f"{invitation.role.value}-{CONFIG}"
     if (given := invitation.secrets_file) is not None and not given.is_file():
         raise UserError(f"--secrets-file {given}: there is no such file")

@@ -59,7 +59,9 @@ class FolderLock:
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            raise UserError(f"{path.parent}: cannot be written: {error.strerror}; choose another run.dir") from error
+            raise UserError(
+                f"{path.parent}: cannot be written: {error.strerror}; choose another folder (run.dir or --dir)"
+            ) from error
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -67,7 +69,8 @@ class FolderLock:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 raise UserError(f"{path.parent}: is in use by {_holder(path)}; stop it or wait for it") from error
             raise UserError(
-                f"{path.parent}: its file system cannot lock files ({error.strerror}); choose another run.dir"
+                f"{path.parent}: its file system cannot lock files ({error.strerror}); choose another folder (run.dir "
+                "or --dir)"
             ) from error
         with contextlib.suppress(OSError):  # on a full disk, the lock holds but names no holder
             os.ftruncate(self._descriptor, 0)
@@ -138,8 +141,8 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: Config, rows: Path | None = None) -> Self:
-        """Creates the folder of a new run, named by `run.name` or the current time; refuses a name in use. Files of the
-        folder `rows` that tasks name are copied into the run's folder, where the tasks of its configuration find them.
+        """Creates the folder of a new run, named by `run.name` or the current time; refuses a name in use. If folder
+        `rows` is given, copies its files into the run's folder, and tasks that name one of them name the copy instead.
         """
         parent, name = Path(config.run.dir), config.run.name
         path = parent / name if name else _unused(parent / time.strftime("%Y%m%d-%H%M%S"))

@@ -75,7 +75,7 @@ class StopButton:
 
     @contextmanager
     def connected(self, ask: Callable[[str], object]) -> Iterator[None]:
-        """Calls `ask` with the reason of the request within the block, at once if there was one before."""
+        """Within the block, calls `ask` with the reason of a request when it comes; at once if it came before."""
         with self._lock:
             self._ask = ask
             if self._why is not None:

@@ -371,7 +371,10 @@ def _compare(db: Database, batch: int, compared: Sequence[ComparedSegment]) -> N
                AND num_tokens >= ? AND task IN (SELECT task FROM batch_members WHERE batch = ?)"""
     for task, start, num_tokens, num_off in compared:
         if not 0 <= num_off <= num_tokens:
-            raise Refused(f"the audit of task {task} reports {num_off} of {num_tokens} tokens as off; allowed 0 to all")
+            raise Refused(
+                f"the audit of task {task} compared {num_tokens} tokens, but reports {num_off} of them as off; allowed "
+                f"0 to {num_tokens}"
+            )
         if db.execute(query, (num_tokens, num_off, task, start, num_tokens, batch)).rowcount != 1:
             raise Refused(
                 f"the audit of task {task} names a segment of {num_tokens} tokens at position {start}, which the "

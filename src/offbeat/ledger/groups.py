@@ -220,9 +220,9 @@ def drop(db: Database, groups: Sequence[int], reason: Drop, at_step: int | None 
 
 
 def reissue(db: Database, groups: Sequence[int], *, with_new_seed: bool, for_step: int | None = None) -> list[int]:
-    """Admits the prompts of dropped groups again, as new groups with the same ordinals; returns the new groups' ids. If
-    a dropped group required a step, its new group requires `for_step`, or the same step if that is None. The new group
-    waits until the required step has a version."""
+    """Admits the prompts of dropped groups again, as new groups with the same ordinals; returns the new groups' ids.
+    With `with_new_seed`, this counts as a retry and changes the seed. If a dropped group required a step, its new group
+    requires `for_step`, or the same step if that is None. The new group waits until the required step has a version."""
     rows = []
     for group in groups:
         values = db.execute(f"SELECT {COPIED} FROM groups WHERE id = ?", (group,)).fetchone()

@@ -255,7 +255,9 @@ def _num_begin(db: Database, step: int | None, next_step: int) -> int | None:
 
 
 def _open_groups(db: Database, limit: int = -1, request: LeaseRequest | None = None) -> list[OpenGroup]:
-    """Loads the first `limit` groups with open tasks, in the order of `OpenGroup.order`; -1: all groups."""
+    """Loads the first `limit` groups with open tasks, in the order of `OpenGroup.order`; -1: all groups. With
+    `request`, leaves out the groups and tasks that it excludes: training groups if `only_eval`, and tasks whose last
+    attempt its worker failed if `skips_failed`."""
     query = f"""SELECT id, ordinal, purpose = 'eval', size, num_open, require_version, first_step
                 FROM {OPEN if request is None else request.table}
                 ORDER BY purpose <> 'eval', num_open = size, ordinal, id LIMIT ?"""

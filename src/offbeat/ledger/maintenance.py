@@ -4,9 +4,10 @@ A backup is a snapshot of the ledger in a folder or behind a URL, read in its ow
 Files of large bodies that the target lacks are copied first; then the target's ledger is replaced by a rename. So the
 target always holds a whole copy, the previous one or the new one. To restore, copy its files into a run's folder.
 
-Pruning deletes the bytes of trajectories that were trained before step c, and of those that ended without training
-before the commit that produced step c, where c is the step of a durable checkpoint. Their rows, digests and sums stay.
-A resume from an older checkpoint, whose batch has lost its bytes, is refused.
+Pruning deletes the bytes of trajectories that no resume from a durable checkpoint of step c or later needs. These are
+the trajectories that were trained or evaluated before step c, and those that were dropped before the commit that
+produced step c. Their rows, digests and sums stay. A resume from an older checkpoint, whose batch has lost its bytes,
+is refused.
 """
 
 from __future__ import annotations

@@ -231,8 +231,8 @@ class Batch:
 
 
 class ComparedSegment(NamedTuple):
-    """Audit result of a segment (tokens that one worker sampled from one version): of how many tokens the trainer
-    recomputed the log-prob, and how many are off, meaning that it differs too much from the worker's."""
+    """Audit result of one segment (tokens that one worker sampled from one version). `num_tokens` is the number of
+    tokens whose log-prob the trainer recomputed; `num_off` of them differ too much from the worker's."""
 
     task: int
     start: int

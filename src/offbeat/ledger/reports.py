@@ -3,8 +3,8 @@
 Reports only read, so they can be made while the run continues. Every figure is a sum over the tables. Text is reported
 as tokens; decoding is left to the caller. A pruned trajectory is reported without its tokens.
 
-Inside the ledger a batch has the number of steps that were trained before it. Reports count steps from 1, as the
-console and the metrics do: this module converts.
+In the ledger, the step of a batch is the number of steps that were trained before it. Reports count steps from 1, as
+the console and the metrics do: this module converts.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ class AnswersInHand(NamedTuple):
     num_train: int
     """Answers of groups that are in no batch yet."""
     num_eval: int
+    """Answers of the evaluation in progress."""
     num_eval_wanted: int
-    """Answers of the whole evaluation; 0: none is in progress."""
+    """Answers of that whole evaluation; 0: none is in progress."""
 
 
 @dataclass(frozen=True)

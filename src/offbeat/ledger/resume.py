@@ -78,8 +78,8 @@ def _reconcile(db: Batches, step: int, version: int | None, arrival: Arrival) ->
 
 
 def _complete(db: Batches, step: int, version: int | None, newest: Version) -> Reconciled:
-    """Handles a checkpoint that is one step ahead of the ledger, because the commit of the last batch was lost: marks
-    that batch as trained. Raises `UserError` if the checkpoint is further ahead or no such batch was claimed."""
+    """Marks the last batch as trained if the checkpoint is one step ahead of the ledger: the commit of that batch was
+    lost. Raises `UserError` if the checkpoint is further ahead or no such batch was claimed."""
     claimed = db.execute("SELECT id FROM batches WHERE step = ? AND state <> 'undone'", (newest.step,)).fetchone()
     if version is not None and versions.find(db, version) is not None:
         _check_checkpoint(db, step, version)

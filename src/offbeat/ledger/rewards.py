@@ -46,7 +46,8 @@ class Rewards(Database):
 
     @transactional
     def score(self, results: Sequence[Scored]) -> Scores:
-        """Stores rewards and failures, and ends groups that have now all their results."""
+        """Stores rewards and failures, and ends the groups that now have all their results. Ignores results for tasks
+        that do not wait for one. Returns how many tasks this changed and how many groups it dropped."""
         query = "SELECT id, state, group_id FROM tasks WHERE id IN (SELECT value FROM json_each(?))"
         known = {
             task: (state, group) for task, state, group in self.execute(query, (array([r.task for r in results]),))

@@ -57,8 +57,8 @@ class Versions(Database):
 
     def versions_needed(self, checkpoint_step: int) -> list[int]:
         """Returns the numbers of the versions whose weights may still be requested: `versions_in_use`, and every
-        version from the earliest of three steps on. These are `checkpoint_step` (ignored if negative: no checkpoint),
-        the oldest step at which an untrained group was begun, and the step of the second latest living version."""
+        version from the earliest of three steps on. The steps are `checkpoint_step` (negative: no checkpoint), the
+        oldest step at which an untrained group was begun, and the step of the second latest living version."""
         query = """SELECT MIN(first_step) FROM groups WHERE state IN ('open', 'ready', 'claimed')"""
         begun = self.execute(query).fetchone()[0]
         latest_two = "SELECT step FROM versions WHERE abandoned = 0 ORDER BY number DESC LIMIT 2"
@@ -137,7 +137,8 @@ def _check_step(db: Versions, version: Version) -> None:
 
 
 def living_parent(db: Versions, version: Version) -> Version:
-    """Returns the parent of a new version; raises `Refused` if the parent is abandoned or not of the latest step."""
+    """Returns the parent of a new version; raises `Refused` if the parent is unknown, abandoned or not of the latest
+    step."""
     found = None if version.parent is None else find(db, version.parent)
     if found is None:
         raise Refused(f"version {version.number} names parent {version.parent}, which was never published")

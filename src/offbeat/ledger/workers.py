@@ -35,7 +35,8 @@ AWAY_AFTER_S = 60.0
 """Silence after which a worker counts as away. Even a worker with nothing to do asks for work every few seconds; only a
 trainer may be silent for as long as a step takes."""
 SEEN, COORDINATOR = "worker_seen", ""
-"""Key in `meta` of the wall times at which workers called last, and the name there of the coordinator itself."""
+"""Key in `meta` under which the wall time of each worker's latest call is stored, by name; and the name under which
+these times include the coordinator's own."""
 MAX_MINUTES = 7 * 24 * 60
 """Longest validity of a join token, one week; a longer-lived token would be a password."""
 
@@ -87,7 +88,8 @@ class WorkerRecord:
     last_seen_at: float | None = None
     """Wall time of its latest known call, a few seconds late; set by `list_workers` only. None: not known."""
     is_away: bool = False
-    """Whether it is active and has not called for long, or is not served any more; set by `list_workers` only."""
+    """Whether it is active, but has not called for long or its coordinator no longer runs; set by `list_workers` only.
+    A trainer may be silent for long."""
 
 
 @dataclass(frozen=True)

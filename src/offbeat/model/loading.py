@@ -296,8 +296,8 @@ def _hub_error(hub_id: str, error: Exception) -> UserError:
             f"{what} the Hugging Face hub has no such model, or it is private; check the name, or set HF_TOKEN"
         )
     return UserError(
-        f"{what} the Hugging Face hub cannot be reached to download it; check the network, run hf download {hub_id} "
-        "where there is one, or give a local folder"
+        f"{what} the Hugging Face hub cannot be reached to download it; check the network, or give a local folder, "
+        f"such as one that hf download {hub_id} --local-dir FOLDER has made on a machine with a network"
     )
 
 

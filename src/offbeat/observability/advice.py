@@ -18,18 +18,20 @@ FIRST_STEPS, MIN_ANSWERS = 3, 24
 """Steps and answers after which a reward that never varied is a finding: at a success rate of one in ten, 24 answers
 are all wrong in 8 % of runs."""
 STEPS, FEW_STEPS, MANY_STEPS = 5, 3, 10
-"""Consecutive steps that make a finding: usually; for figures that hardly vary by chance; and for the entropy, which
-also falls in healthy runs."""
+"""Consecutive steps that make a finding: usually; for figures that hardly vary by chance; and for those that may look
+bad for a while in a healthy run, such as the entropy."""
 LOW_SIGNAL = 0.05
 """Share of samples with an advantage below which a step teaches next to nothing."""
 SOLVED = 0.1
-"""Distance of the mean reward from the best, over that of the worst from the best, at which a task counts as solved."""
+"""A task counts as solved if the mean reward is this close to the best one, as a share of the distance between the best
+and the worst reward."""
 MOST_CUT, MANY_CUT = 0.8, 0.5
-"""Shares of cut answers above which the reward judges mostly answers without an end: in `FEW_STEPS` steps, and in
-`MANY_STEPS`. A healthy run was seen at 0.73 while its model tried out longer answers, for four steps above 0.5."""
+"""Shares of cut answers above which the reward judges mostly answers without an end: the first is a finding after
+`FEW_STEPS` steps, the second after `MANY_STEPS`. A healthy run, while its model tried out longer answers, was above 0.5
+for four steps and reached 0.73."""
 COLLAPSED, MIN_ENTROPY = 0.05, 0.02
-"""Entropy over that of the first steps, and entropy itself, below which answers hardly vary any more. A healthy run
-went down to 0.04 and 0.05."""
+"""Limits for the entropy as a share of that in the first steps, and for the entropy itself. If it is below both,
+answers hardly vary any more. A healthy run went down to a share of 0.04 and an entropy of 0.05."""
 MANY_MASKED = 0.5
 """Share of a step's tokens that is not trained, or that the correction rejects, above which most work is wasted."""
 NO_WORKER_S = 180.0
@@ -45,8 +47,9 @@ class Advice(NamedTuple):
 def right_answer_earns(
     task: str, answer: str | None, place: str | None, value: float, empty: float | None
 ) -> Advice | None:
-    """Judges the trial of a reward on the right `answer` of a problem of `task`, found at `place`. It earned `value`;
-    an empty response earned `empty`, None if that is unknown. Where that is below 0, 0 may be the best."""
+    """Returns advice if, in the trial of a reward, the right answer earned 0. `answer` is that of a problem of `task`,
+    found at `place`; `value` is what it earned. `empty` is what an empty response earned (None: unknown): if that is
+    less than 0, there is no advice, because 0 may be the best reward."""
     if not answer or value != 0 or (empty is not None and empty < 0):
         return None
     shown = answer if len(answer) <= 40 else f"{answer[:40]}..."
@@ -158,7 +161,7 @@ class Adviser:
             )
 
     def _lasts(self, name: str, is_so: bool, num_steps: int) -> bool:
-        """Whether a figure has been bad in each of the latest `num_steps` steps."""
+        """Notes whether figure `name` is bad in this step; returns whether it was in all latest `num_steps`."""
         self._streaks[name] = self._streaks[name] + 1 if is_so else 0
         return self._streaks[name] >= num_steps
 

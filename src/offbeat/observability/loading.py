@@ -18,8 +18,9 @@ LOG_AFTER_S, LOG_EVERY_S = 2.0, 15.0
 
 @contextmanager
 def loading(what: str | None = None, *, is_quiet: bool = False, file: TextIO | None = None) -> Iterator[Stage]:
-    """Prints that `what` is loaded, unless it is None. Within the block, call the given function with the name of each
-    stage as it begins. A thread prints, so that imports, too, which take seconds, show a sign of life."""
+    """Prints that `what` is being loaded, unless it is None, and yields a function to call with the name of each stage
+    as it begins. A thread prints the stages, so that even an import, which may take seconds, shows a sign of life.
+    `file` None means standard output."""
     if is_quiet:
         yield lambda name: None
         return

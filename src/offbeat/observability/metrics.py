@@ -114,7 +114,8 @@ class Reporter:
             self.event("advice", about=advice.about, text=advice.text)
 
     def doing(self, text: str, num_workers: int) -> None:
-        """Shows what the run is doing now, with so many workers present; called about once a second."""
+        """Shows what the run is doing now, and advises if no worker has been present for long. Called about once a
+        second."""
         now_s = time.monotonic()
         if num_workers:
             self._seen_worker_s = now_s
@@ -129,7 +130,7 @@ class Reporter:
         )
 
     def report(self, row: Mapping[str, Any]) -> None:
-        """Handles a report of the trainer, which is an event or the row of a finished step."""
+        """Writes and shows a report of the trainer: an event if it has the key `EVENT`, else the row of a step."""
         if EVENT in row:
             self.event(row[EVENT], **{key: value for key, value in row.items() if key != EVENT})
         else:
@@ -167,8 +168,8 @@ class Reporter:
         self.advise(self.adviser.evaluation(row))
 
     def finish(self, *, seconds: float, stopped_by: str | None, counts: Counts) -> dict[str, Any]:
-        """Writes, shows and returns the run's summary, without steps that a resume undid. `seconds` is the time since
-        the run was last started or resumed; `stopped_by` is None if the run finished."""
+        """Writes, shows and returns the run's summary, and draws reward.png, both without steps that a resume undid.
+        `seconds` is the time since the run was last started or resumed; `stopped_by` is None if the run finished."""
         rows = read_metrics(self.folder.metrics_file)
         before = [row for row in rows if "reward" in row and row.get("attempt", 1) < self.folder.attempt]
         finished = stopped_by is None

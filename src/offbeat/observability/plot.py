@@ -18,7 +18,8 @@ INK, TRAIN, EVAL, GRID = "#3a3f47", "#3b7dd8", "#d8662b", "#e6e8eb"
 NUM_WINDOWS = 25
 """The running mean spans 1 / `NUM_WINDOWS` of the run, which smooths the curve without flattening it."""
 MIN_SPAN = 0.02
-"""Range of rewards below which the axis is that of a reward from 0 to 1, or as high: a constant is drawn as one."""
+"""If the rewards span less than this, the axis spans about 1 (0 to 1 if they lie there), so that a constant reward
+looks constant."""
 
 
 def plot_rewards(rows: Sequence[Row], picture: Path, title: str = "") -> bool:

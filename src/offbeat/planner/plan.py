@@ -75,7 +75,8 @@ class Pool:
     """Tokens per second of one replica while it generates."""
     token_s: float
     blocking_s: float
-    """Generation time lost at each new version; with staleness bound 0, also during training and the wait for it."""
+    """Seconds of generation lost at each new version. With staleness bound 0 this includes the rewards, training and
+    the transfer of the version."""
     places: tuple[Group, ...]
     price_per_million_tokens: float
     """Price of generation; 0 on the gang's nodes, whose price counts as training."""

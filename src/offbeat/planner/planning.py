@@ -54,8 +54,9 @@ def rounds(placer: Placer, first: Result, solve: Solve, by: float = TOLERANCE) -
     Returns all solutions, each with its nodes.
 
     Columns (candidate gangs and replica shapes) assume the best links. If the chosen nodes lengthen the period by more
-    than the share `by`, the times on them replace the gang's step and the lags of the classes. Gangs that promise a
-    shorter period get their step on their best nodes. Times only grow, so the first lower bound always holds."""
+    than the share `by`, the times on them replace the gang's step and the lags of the classes. Other gangs that promise
+    a shorter period get the step time that they have on the best nodes for them. Times only grow, so the first lower
+    bound always holds."""
     problem, result, found = placer.problem, first, list[Round]()
     while result.solution is not None:
         placing = placer.place(result.solution)
@@ -97,8 +98,9 @@ def plan(
     budget: float | None = None,
     throughput: float | None = None,
 ) -> Plan:
-    """Returns the fastest plan within `budget` ($/h; None: all machines), or the cheapest plan at `throughput`
-    (tokens/s). If no plan exists, raises a `UserError` with the reason and a remedy."""
+    """Returns the fastest plan within `budget` ($/h; None: any price) or, if `throughput` (tokens/s) is given, the
+    cheapest plan with that throughput. `constants` are those of the cost model (None: the defaults). If no plan exists,
+    raises a `UserError` with the reason and a remedy."""
     for name, value in (("budget", budget), ("throughput", throughput)):
         if value is not None and not (0 < value < math.inf):
             raise UserError(f"{name} is {value:g}; it must be a finite number above 0")

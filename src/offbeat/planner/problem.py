@@ -104,6 +104,7 @@ class Demand:
     tokens: float
     """Tokens generated per step, waste included."""
     bound: int
+    """Staleness bound, `max_staleness` in the configuration."""
     queue: float = 0.0
     """Finished trajectories that should be waiting to be trained."""
     tail_tokens: float = 0.0

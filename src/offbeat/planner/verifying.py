@@ -25,7 +25,8 @@ ROUNDING = 1e-6
 
 
 def verify(saved: Plan, inventory: Inventory, workload: Workload, constants: Constants | None = None) -> list[str]:
-    """Checks a saved plan against its inputs: returns one line per violation, or an empty list if the plan is valid."""
+    """Checks a saved plan against its inputs: returns one line per violation, or an empty list if the plan is valid.
+    `constants` are those of the cost model (None: the defaults)."""
     constants = constants or Constants()
     problem = problem_of(inventory, workload, constants)
     if broken := check(problem, saved.solution, saved.certificate, saved.budget):

@@ -272,7 +272,8 @@ class ListReward:
         return lists if self._takes_all else {name: lists[name] for name in lists if name in self._accepted}
 
     def parts(self, value: Any, count: int) -> list[list[tuple[float, str, int]]]:
-        """Returns the parts of each of `count` samples from what the function returned; no part: not applicable."""
+        """Returns the reward parts of each of `count` samples, given the `value` that the function returned for all of
+        them. A sample without parts is one to which the reward does not apply."""
         if not isinstance(value, list | tuple) and hasattr(value, "tolist"):  # an array or a tensor
             value = value.tolist()
         if not isinstance(value, list | tuple):
@@ -286,7 +287,7 @@ class ListReward:
         return [[] if entry is None else [(_finite(entry, ""), "reward", LAST)] for entry in values]
 
     def note_duration(self, call_s: float, short_s: float) -> None:
-        """Chooses the size of the next call from the duration of the last one."""
+        """Doubles the size of the next call if the last one took `call_s` < `short_s` seconds; otherwise halves it."""
         size = self.num_samples * 2 if call_s < short_s else self.num_samples // 2
         self.num_samples = min(max(size, 1), MAX_SAMPLES)
 
@@ -346,7 +347,10 @@ def _unpickle(name: str, data: bytes) -> Function:
     try:
         return pickle.loads(data)
     except Exception as error:
-        raise UserError(f"reward {name}: cannot be unpickled in the reward process: {one_line(error)}") from error
+        raise UserError(
+            f"reward {name}: cannot be loaded in the reward process: {one_line(error)}; put it in a file and write "
+            "file.py:function"
+        ) from error
 
 
 def _die_with(parent: int) -> None:

@@ -2,10 +2,11 @@
 
     guard LIFELINE OWNER COMMAND ...     the guard's process id is added to COMMAND as an argument
 
-The guard kills all its descendants when the reward process ends, when its OWNER dies, or when LIFELINE closes, the
-read end of a pipe that the owner holds open. On Linux, orphans become children of the guard, so that it finds even a
-daemon with its own session. Elsewhere it kills the process group and the descendants that it still finds. Then it exits
-with the status of the reward process. It runs as a file and imports only the standard library, to start quickly.
+OWNER is the process id of the pool, and LIFELINE the read end of a pipe that the pool holds open. The guard kills all
+its descendants when the reward process ends, when the owner dies, or when the pipe closes. On Linux, orphans become
+children of the guard, so that it finds even a daemon with its own session. Elsewhere it kills the process group and the
+descendants that it still finds. If the reward process has ended by itself, the guard exits with the same status. It
+runs as a file and imports only the standard library, to start quickly.
 """
 
 from __future__ import annotations

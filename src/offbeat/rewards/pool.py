@@ -135,7 +135,8 @@ class RewardPool:
 
     @property
     def parts(self) -> set[str]:
-        """Names of the parts of rewards that are sums of several; a part may not apply to the sample of a trial."""
+        """Names of all parts of the rewards that are sums of several. A trial need not show them all, because a part
+        may not apply to its sample."""
         return {part for parts in self._sums.values() for part in parts}
 
     def move_log(self, path: Path) -> None:
@@ -154,7 +155,8 @@ class RewardPool:
         return [result if result.rewards or result.error else NOT_APPLICABLE for result in results]
 
     async def _score(self, name: str, batch: Sequence[RewardInput]) -> list[RewardResult]:
-        """Judges a batch with one function. A result with neither rewards nor an error: it does not apply."""
+        """Judges a batch with one function. A result with neither rewards nor an error means that the function does not
+        apply to the sample."""
         if self._is_closed:
             raise OffbeatError("the reward pool is closed")
         if name not in self._queues:
@@ -236,8 +238,8 @@ class RewardPool:
         self._queues[name].extendleft(reversed(again))
 
     def _next_piece(self) -> tuple[str, list[_Job]]:
-        """Chooses the waiting reward that occupies the fewest processes. Returns its name, and samples of it for one
-        message to a process, perhaps none."""
+        """Takes samples for one message to a process from the queue of the waiting reward that occupies the fewest
+        processes. Returns the reward's name, or "" if none waits, and the samples, perhaps none."""
         name = min(self._waiting(), key=lambda name: self._num_running[name], default="")
         return name, self._take(name) if name else []
 
@@ -247,7 +249,8 @@ class RewardPool:
         return [name for name, queue in self._queues.items() if queue and self._num_running[name] < most]
 
     def _take(self, name: str) -> list[_Job]:
-        """Removes samples of one reward for one message from its queue; drops those whose call has already ended."""
+        """Takes from the queue of reward `name` the samples for one message, and returns them; a sample that must be
+        judged alone gets a message of its own. Drops samples whose call has already ended."""
         queue, jobs = self._queues[name], list[_Job]()
         size = min(MAX_PIECE, -(-len(queue) // self.num_processes))
         while queue and len(jobs) < size and not (jobs and queue[0].alone):

@@ -67,7 +67,8 @@ class Health:
         return self._state is State.HEALTHY
 
     def failed(self, why: str) -> State:
-        """Reports that a call to the server got no answer; returns the new state."""
+        """Reports that a call to the server got no answer; returns the new state. The server counts as dead once calls
+        have failed for `dead_after_s`."""
         now_s = self._clock()
         if self._failing_since_s is None:
             self._failing_since_s = now_s
@@ -93,7 +94,7 @@ class Health:
     def refreshed(self, label: str) -> State:
         """Reports that the server has loaded a verified version under `label`; returns the new state."""
         if self._state is State.DEAD:
-            raise ValueError(f"weights {label!r} cannot be loaded: the server is dead and has not answered since")
+            raise ValueError(f"weights {label!r} cannot count as loaded: the server is dead; report an answer first")
         self._failing_since_s, self._label = None, label
         return self._move(State.HEALTHY, "")
 

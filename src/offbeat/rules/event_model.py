@@ -6,8 +6,9 @@ groups survive into the next round. A round is computed from the order in which 
 factors are simulated at once, each in its own lane, because arrays of a dozen lanes cost little more than those of one.
 
 Guarantees: the same seed gives the same outlooks, and all factors of one call see the same answers in the same order,
-so that their differences are not luck. Batches are chosen as by `select` with `in_order=False`. Every token is counted
-in the round that generates it and delivered once, with its age; no token is discarded.
+so that their differences are not luck. Batches are chosen as by `offbeat.rules.groups.select` with `in_order=False`.
+Every token counts as generated in its round, and as delivered, with its age, once its group is in a batch. No token is
+discarded.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class BurstRules:
-    """Settings that are the same for all simulated rounds and over-provision factors."""
+    """Settings that are the same for all simulated rounds and over-provision factors. Fields without a description are
+    as in `EventModelConfig`."""
 
     num_wanted: int
-    """Number of groups in a batch."""
+    """Number of groups in a batch; if the gate is "release", every answer counts as a group of one."""
     max_staleness: int
     prompt_tokens: float
     slots: int | None
@@ -66,8 +68,8 @@ class Bursts:
         self._have, self._left = np.zeros(shape), np.zeros(shape)
         self._by_age = np.zeros((*shape[:2], terms.max_staleness + 1))
         self._begun, self._is_alive = np.zeros(shape[:2]), np.zeros(shape[:2], bool)
-        """For each place: the round in which its group got its first token, negative for initial survivors; and whether
-        the place is taken."""
+        """For each place of a lane (room for one group): the round in which its group got its first token, negative for
+        initial survivors; and whether the place is taken."""
         num, ages = len(have), np.minimum(ages, terms.max_staleness)
         self._have[:, :num], self._left[:, :num] = have, left
         self._by_age[:, np.arange(num), ages] = have.sum(axis=1)  # all counted as old as the first token
@@ -75,7 +77,8 @@ class Bursts:
         self._round, self._num_fresh = 0, np.zeros(len(num_alive), np.int64)
 
     def play(self, fresh: np.ndarray) -> Flow:
-        """Simulates a round in every lane; `fresh` holds the answer lengths of groups to begin, in order."""
+        """Simulates a round in every lane and returns its totals. `fresh` holds the answer lengths of new groups and
+        must be the same in every round: each lane goes on where it stopped in the round before."""
         self._admit(fresh)
         terms = self.terms
         starts = self._starts()
@@ -94,7 +97,7 @@ class Bursts:
         return Flow(last, made.sum(axis=(1, 2)), read, first + again, again, peak, delivered)
 
     def _admit(self, fresh: np.ndarray) -> None:
-        """Begins new groups in every lane up to its number of groups; `fresh` holds the lengths of their answers."""
+        """Begins new groups in every lane up to its number of groups; `fresh` is as for `play`."""
         is_free = ~self._is_alive
         wanted = np.maximum(self._num_alive - self._is_alive.sum(axis=1), 0)
         place = is_free.cumsum(axis=1)
@@ -125,8 +128,9 @@ class Bursts:
         return starts
 
     def _last_step(self, ready_at: np.ndarray) -> np.ndarray:
-        """Returns the decode step after which each lane's batch is complete. By then enough groups are ready (at steps
-        `ready_at`), including as many old ones as later batches could not train in time."""
+        """Returns the decode step after which each lane's batch is complete. `ready_at` holds the step at which each
+        group is ready. The batch needs enough ready groups, among them the old ones that later batches could not train
+        in time."""
         wanted, max_staleness = self.terms.num_wanted, self.terms.max_staleness
         last = np.partition(ready_at, wanted - 1, axis=1)[:, wanted - 1]
         begun = np.floor(self._begun)
@@ -140,8 +144,8 @@ class Bursts:
         return last
 
     def _take(self, is_ready: np.ndarray) -> np.ndarray:
-        """Removes the batch of each lane and makes all other tokens one round older; returns the batch's tokens by
-        age."""
+        """Removes each lane's batch: of its ready groups, those begun longest ago. Makes all other tokens one round
+        older; returns the batch's tokens by age."""
         wanted = self.terms.num_wanted
         order = np.where(is_ready, self._begun, np.inf)
         is_taken = order <= np.partition(order, wanted - 1, axis=1)[:, wanted - 1, None]
@@ -253,7 +257,7 @@ class Outlook:
     step_s: float
     """Seconds of a round and of the update after it."""
     off_policy_share: float
-    """Share of a batch's tokens that were generated in an earlier round than that of the batch."""
+    """Share of a batch's tokens that were generated before the round that completed the batch."""
     staleness_p95: int
     staleness_max: int
     reprefill_share: float
@@ -284,7 +288,8 @@ def outlooks(
     num_rounds: int = NUM_ROUNDS,
     survivors: Sequence[Survivor] = (),
 ) -> list[Outlook]:
-    """Returns a prediction for each factor, from simulated rounds that begin with factor × groups_per_step groups."""
+    """Returns a prediction for each factor, from simulated rounds that begin with factor × groups_per_step groups.
+    `law` is the distribution of answer lengths; `survivors` are unfinished groups with which the first round begins."""
     num_fresh = round((num_rounds + max(factors)) * setting.groups_per_step)
     answers = _draw_answers(setting, law, num_fresh, survivors, np.random.default_rng(seed))
     per_group = 1 if setting.gate == "strict" else setting.group_size

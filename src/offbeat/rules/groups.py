@@ -42,6 +42,7 @@ class Candidate:
 
     group: int
     ordinal: int
+    """Number of the group in the order of drawing."""
     ready: bool
     require_step: int | None = None
     """Step from whose version the group must be sampled; None: any step."""
@@ -81,7 +82,7 @@ def select(
     candidates: Iterable[Candidate], step: int, count: int, max_staleness: int, *, in_order: bool = True
 ) -> Selection:
     """Selects `count` groups to train on at `step`: by ordinal if `in_order`, else those begun longest ago. Takes none
-    while too few are ready or the batch must wait for an unfinished group."""
+    while too few are ready or the batch must wait for an unfinished group. Also names the groups to drop as stale."""
     queue: list[Candidate] = []
     stale: list[int] = []
     for candidate in sorted(candidates, key=attrgetter("ordinal", "group") if in_order else _by_age):
@@ -195,7 +196,8 @@ class GroupVerdict(StrEnum):
 
 
 def settle(size: int, num_scored: int, num_failed: int, min_group: int) -> GroupVerdict:
-    """Returns whether a group is open, ready or failed. It needs `min_group` scored members, or all if it has fewer."""
+    """Returns whether a group of `size` members is open, ready or failed. It needs `min_group` scored members, or all
+    its members if it has fewer."""
     if size - num_failed < min(min_group, size):
         return GroupVerdict.FAILED
     return GroupVerdict.READY if num_scored + num_failed == size else GroupVerdict.OPEN
@@ -206,5 +208,6 @@ def settle_ready(spread: float, num_before: int, max_no_signal: float) -> GroupV
 
     `spread` is its highest reward minus its lowest. A group may be dropped while `num_before` is below `max_no_signal`.
     For a group that requires the version of one step, `num_before` counts the prompts of lower ordinals drawn for that
-    step, so that arrival does not matter. For others it counts the groups dropped in this way since the last batch."""
+    step, so that it does not matter which group is ready first. For others it counts the groups dropped in this way
+    since the last batch."""
     return GroupVerdict.NO_SIGNAL if spread <= EQUAL_WITHIN and num_before < max_no_signal else GroupVerdict.READY

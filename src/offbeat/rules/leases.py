@@ -4,7 +4,7 @@ Guarantees: a lease ends once, by `end`, by `expired` or by a grant under a larg
 renew it, however late, because the coordinator itself may have been late. A grant or renewal under an older fence, or a
 renewal by another worker, changes nothing. The leases of a vanished worker expire together, at the last of their
 deadlines, because `culprit` compares all tasks that the worker held. A lease that a worker no longer names in its
-reports lasts at most one more `ttl_s`.
+reports ends at most `ttl_s` after its own deadline.
 
 Assignment: evaluation comes first, because a version waits to be judged; then started groups; then the lowest ordinal.
 Of the groups in `front`, those whose KV cache only other workers hold come last, because these workers need no new
@@ -140,7 +140,7 @@ class OpenGroup(NamedTuple):
     num_open: int
     require_version: int | None
     num_losses: int = 0
-    """Most losses of one of its open tasks. A loss is a worker that vanished while it held the task."""
+    """Largest number of losses of any of its open tasks. A loss is a worker that vanished while it held the task."""
     first_step: int | None = None
     """Step of the oldest version with which a member was begun; None: no member was begun."""
     is_away: bool = False
@@ -174,7 +174,8 @@ class Requester:
     num_held: int = 0
     """Number of tasks that the worker already holds."""
     suspects: Mapping[int, int] = field(default_factory=dict)
-    """Number of the worker's tasks by how many workers vanished with the task before; tasks with none are left out."""
+    """Number of tasks that the worker holds, by their number of losses (see `OpenGroup.num_losses`); tasks without
+    losses are left out."""
     num_open: int | None = None
     """Number of open tasks of all groups, if `assign` gets only the first groups; None: `assign` gets all groups."""
 

@@ -132,7 +132,7 @@ MIN_WEIGHT = 0.05
 MAX_RECORDS = 8192
 """Largest number of ended trajectories that are remembered; the oldest are deleted first."""
 TAIL = 0.25
-"""Share of the longest answers from which the curve is extrapolated."""
+"""Share of the records, the longest ones, to which the power law for still longer answers is fitted."""
 MAX_GROUPS = 64
 """Number of latest groups from which the shared variance is estimated, which takes one or two milliseconds."""
 
@@ -148,8 +148,9 @@ class _LengthRecord:
 
 
 class LengthEstimator:
-    """Learns the distribution of answer lengths from reports about trajectories, which are identified by key. `advance`
-    must be called at each new version."""
+    """Learns the distribution of answer lengths from reports about trajectories, which are identified by key.
+    Trajectories with the same `group` answer the same prompt (None: no siblings are known). `advance` must be called at
+    each new version."""
 
     def __init__(self, max_tokens: int):
         self.max_tokens = max_tokens
@@ -172,7 +173,8 @@ class LengthEstimator:
             self._records[key].weight = 1.0
 
     def advance(self) -> None:
-        """Reduces the weight of ended trajectories, because a new version has been published."""
+        """Reduces the weight of ended trajectories, because a new version has been published. Deletes those that hardly
+        count any more, and the oldest beyond `MAX_RECORDS`."""
         ended = {key: record.weight for key, record in self._records.items() if record.weight is not None}
         for index, (key, weight) in enumerate(ended.items()):
             if weight * FORGET < MIN_WEIGHT or len(ended) - index > MAX_RECORDS:

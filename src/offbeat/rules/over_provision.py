@@ -110,7 +110,7 @@ class Decision:
     reason: str
     """Explanation in one line, for people."""
     predicted_tokens_per_s: float | None = None
-    """Like the other predictions, None if nothing could be predicted."""
+    """None if nothing could be predicted, as for the other predictions."""
     predicted_step_s: float | None = None
     predicted_off_policy_share: float | None = None
 
@@ -126,15 +126,15 @@ class OverProvision:
         self.corrections = PredictionErrors(self.factors)
         self._seed, self._num_decided, self._num_averaged = seed, 0, 0
         self._gains = np.zeros(len(self.factors))
-        """For each factor, the averaged log of its predicted rate divided by that of the first factor."""
+        """For each factor, log(its predicted tokens per second / those of factor 1), averaged over versions."""
         self._index, self._leads = 0, np.zeros(len(self.factors))
         """Index of the current factor, and the accumulated lead of each factor over it."""
         self._has_moved = False
         """Whether the last decision changed the factor. The round after a change mixes both factors and is not
         recorded."""
         self._unpredicted: list[tuple[float, float]] = []
-        """Tokens and seconds of rounds at factor 1 before the first prediction; recorded as measurements of factor 1
-        once there is one."""
+        """Tokens and seconds of rounds for which nothing was predicted, all at factor 1; recorded as measurements of
+        factor 1 at the next prediction."""
 
     def decide(self, survivors: Sequence[Survivor] = (), update_s: float | None = None) -> Decision:
         """Returns the factor for the round that begins, with its prediction. `survivors` are the unfinished groups that
@@ -158,7 +158,8 @@ class OverProvision:
         return self.last
 
     def outcome(self, tokens: float, seconds: float) -> None:
-        """Records a finished round: the tokens generated, and the seconds including the update after it."""
+        """Records a finished round: the tokens generated, and the seconds including the update after it. Ignores it if
+        the last decision changed the factor."""
         rate, step_s = self.last.predicted_tokens_per_s, self.last.predicted_step_s
         if self._has_moved or tokens <= 0 or seconds <= 0:
             return

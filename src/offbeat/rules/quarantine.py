@@ -31,8 +31,8 @@ FAILURE_WINDOW = 16
 MAX_FAILED = 7
 """Different tasks that a worker may fail within `FAILURE_WINDOW`; half of the window is not an accident."""
 ASIDE_S = 300.0
-"""Time for which a worker that is set aside gets no tasks. Then it may try again: the fault may have passed, and if
-not, its next failures cost no attempt either."""
+"""Time for which a worker that is set aside gets no tasks. Then it may try again, because the fault may have passed. If
+not, it is set aside again, and its failures of unfinished tasks are forgiven again."""
 
 
 @dataclass
@@ -107,7 +107,7 @@ longest, so even a machine much slower than this has time for its first answer."
 MIN_FLEET_ANSWERS = 16
 """Answers of other workers that are needed to judge a worker without an answer by their pace."""
 MAX_ENDED = 64
-"""Ended leases that are remembered, in addition to one for each current lease."""
+"""Largest number of ended leases that are remembered, in addition to one for each current lease."""
 
 
 @dataclass
@@ -164,7 +164,8 @@ class HandInPace:
             self._records[worker].quiet_s = 0.0
 
     def add_quiet_time(self, seconds: float, leases: Collection[Lease]) -> None:
-        """Adds `seconds`, in which the workers that hold `leases` could have been heard, to the quiet time of each."""
+        """Adds `seconds` to the quiet time of each worker that holds one of `leases`; in this time they could have been
+        heard. Also deletes grants whose leases have ended, once there are many."""
         for worker in {lease.worker for lease in leases}:
             self._records.setdefault(worker, _HandIns()).quiet_s += seconds
         if len(self._begun) > 2 * len(leases) + MAX_ENDED:

@@ -1,8 +1,8 @@
 """Decides whether and when to restart a process that ended.
 
 A killed process is restarted at once. A process that ended with an error is restarted after a pause that grows each
-time. It is given up after `MAX_FAILURES` errors in a row without `HEALTHY_S` of life in between, so that a fault that
-recurs at every restart is not hidden.
+time. It is given up after `MAX_FAILURES` errors without `HEALTHY_S` of life in between, so that a fault that recurs at
+every restart is not hidden.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ HEALTHY_S = 30.0
 """A process that lived this long counts as healthy."""
 MAX_FAILURES = 5
 MAX_KILLS = 50
-"""Kills in a row, without `HEALTHY_S` of life in between, after which the process is given up."""
+"""Largest number of kills, without `HEALTHY_S` of life in between, after which the process is still restarted."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 10.0
 HOPELESS = (2, 3)
 """Exit statuses of errors that a restart cannot fix."""

@@ -186,7 +186,7 @@ def _weight(error: float, typical: float) -> float:
 
 def _least_squares(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
     """Returns the non-negative least-squares coefficients of the normal equations `gram` @ coefficients = `moment`. If
-    the plain solution has a negative one, tries every choice of coefficients that are zero."""
+    the plain solution has a negative coefficient, tries every choice of coefficients that are zero."""
     best, least = np.zeros(len(moment)), 0.0
     for size in range(len(moment), 0, -1):
         for chosen in itertools.combinations(range(len(moment)), size):

@@ -64,7 +64,8 @@ def crash_here(point: str) -> None:
 
 
 def _is_first(point: str) -> bool:
-    """Whether no process has died at this point before; always True without `OFFBEAT_CRASH_ONCE`."""
+    """Returns whether no process has died at this point before, and creates the file that tells later processes so.
+    Without `OFFBEAT_CRASH_ONCE`, returns True and creates nothing."""
     folder = os.environ.get(ONCE)
     if folder is None:
         return True

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 
 def export_run(run: Path, folder: Path, *, adapter_alone: bool = False) -> int:
-    """Writes the newest weights of `run` to the new folder `folder`, in the published dtype; returns their step."""
+    """Writes the newest weights of `run` to the new folder `folder`, in the published dtype, and returns their step.
+    With `adapter_alone`, writes only the adapter, in peft's format."""
     stored_config(run)
     folder = folder.expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

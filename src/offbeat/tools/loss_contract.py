@@ -30,7 +30,7 @@ FAR = (20.0, 100.0)
 GROUPS = np.array([7, 3, 7, 11, 3, 7, 5, 11, 3, 7])
 REWARDS = np.array([1.0, 0.0, 0.25, 0.5, 1.0, 0.0, 0.7, -0.5, 0.3, 0.1])
 EQUAL = (0.0, 0.1, 1 / 3, 1e6 + 0.1)
-"""Rewards to try, each given to all answers of a group; rounding may make the mean differ from the reward."""
+"""Rewards to try, each given to all answers; rounding may make their mean differ from the reward."""
 
 
 class Mark(StrEnum):

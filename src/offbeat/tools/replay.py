@@ -108,7 +108,7 @@ def _weights(file: Path, dump: FailedStepDump) -> Mapping[str, Tensor]:
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{weights_file(folder)}: is damaged: {' '.join(str(error).split())}") from error
     places = f"neither in {not_finite.weights_of(file)} nor in {published}"
-    raise UserError(f"{file}: the weights of version {dump.version} are {places}")
+    raise UserError(f"{file}: the weights of version {dump.version} are {places}; restore one of these folders")
 
 
 def load_published(policy: Policy, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:

@@ -49,7 +49,8 @@ def credit(
     recalls_siblings: bool = False,
 ) -> Credit:
     """Computes a batch's advantages. With `settings`, GAE gives one per token, from the value head's `values`. Without,
-    `advantage` gives one per answer; with `recalls_siblings`, it also sees other answers to the same prompts."""
+    `advantage` gives one per answer; with `recalls_siblings`, it also gets the rewards of answers to the same prompts
+    that are not in the batch."""
     if settings is None:
         found = _checked(advantage, samples, recalls_siblings)
         by_token = tuple(np.full(s.num_tokens, a, np.float32) for s, a in zip(samples, found, strict=True))
@@ -99,8 +100,8 @@ def leave_one_out(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
 def siblings_normalised(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """(reward - mean reward of the group's other members) / (std + 1e-6); std is the group's sample standard deviation.
 
-    The scale does not depend on how many members of the group are known yet. GRPO's advantages would be halved with two
-    members, and the members known first have short answers."""
+    The scale does not depend on how many members of the group are known yet. GRPO subtracts the mean of all members,
+    which halves the difference if two are known. This would weaken short answers, because they are known first."""
     return _by_group(rewards, groups, lambda values: _normalised(values) * len(values) / (len(values) - 1))
 
 

@@ -94,9 +94,9 @@ def witness(
     weights_of: Callable[[int], Path | None],
     tokens_per_microbatch: int,
 ) -> dict[int, np.ndarray]:
-    """Computes the log-probs of the older tokens that `choose` picks, under the versions that sampled them. Returns an
-    array with one entry per response token, NaN for other tokens, by sample index. `weights_of` returns a version's
-    weights file; None: not kept, so the version's tokens are not compared."""
+    """Computes the log-probs of older tokens under the versions that sampled them; `choose` picks the tokens. Returns
+    arrays by sample index, with one entry per response token: NaN for tokens that were not picked. `weights_of` returns
+    a version's weights file; None: not kept, so the version's tokens are not compared."""
     found: dict[int, np.ndarray] = {}
     files = {number: file for number in _num_stale(samples) if (file := weights_of(number)) is not None}
     for number, chosen in choose(samples, share, files):

@@ -47,7 +47,8 @@ class CheckpointManifest:
 
 
 class Checkpoints:
-    """The checkpoints of one run, each in a folder of its own. `adapter` is the adapter that is trained, if any."""
+    """The checkpoints of one run, each in a folder of its own below `folder`; `keep` is how many to keep. `adapter` is
+    the adapter that is trained; None: all weights are."""
 
     def __init__(self, folder: Path, keep: int = 2, adapter: Adapter | None = None):
         self.folder, self.keep = folder, keep

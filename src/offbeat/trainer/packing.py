@@ -23,7 +23,7 @@ from offbeat.trajectory import Segment, Trajectory
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One trajectory (prompt and answer) as numpy arrays. Training uses only tokens in `mask`, perhaps not all."""
+    """One trajectory (prompt and answer) of a batch as numpy arrays, with what training needs to know of it."""
 
     group: int
     prompt: np.ndarray
@@ -173,10 +173,11 @@ class Microbatch:
 
 
 def plan(samples: Sequence[Sample], tokens_per_microbatch: int, *, shares_prompts: bool = True) -> list[list[int]]:
-    """Splits samples into micro-batches of at most `tokens_per_microbatch` row tokens, keeping groups together.
+    """Splits samples into micro-batches of at most `tokens_per_microbatch` row tokens; returns the indices in each.
 
-    Samples are ordered by prompt id, then by index. With `shares_prompts`, a prompt counts once per micro-batch,
-    otherwise once for each sample. A sample over the limit gets a micro-batch of its own.
+    Samples are ordered by prompt id, then by index, so that neighbours can share a prompt. With `shares_prompts`, a
+    prompt counts once per micro-batch, otherwise once for each sample. A sample over the limit gets a micro-batch of
+    its own.
     """
     order = sorted(range(len(samples)), key=lambda i: (samples[i].prompt_id, i))
     batches: list[list[int]] = []

@@ -216,8 +216,8 @@ def _add_to(master: Tensor) -> Callable[[Tensor], None]:
 
 
 def learning_rate(step: int, lr: float, schedule: str, warmup_steps: int, num_steps: int) -> float:
-    """Returns the learning rate at `step`: linear warm-up, then constant, or linear or cosine decay towards 0 at
-    `num_steps`."""
+    """Returns the learning rate at `step`: a linear warm-up over `warmup_steps`, and then what `schedule` says: a
+    constant rate, or a linear or cosine decay towards 0 at `num_steps`."""
     if step < warmup_steps:
         return lr * (step + 1) / (warmup_steps + 1)
     done = (step - warmup_steps) / max(num_steps - warmup_steps, 1)

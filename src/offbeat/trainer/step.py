@@ -64,7 +64,7 @@ class StepSettings:
     """Mean absolute log-prob error of a sample's compared tokens above which to leave the sample out; None: no
     audit."""
     audit_share: float = 0.0
-    """Share of older tokens whose log-probs are compared with those of their own version."""
+    """Share of older tokens to audit: the trainer recomputes their log-probs with the version that sampled them."""
 
 
 def train_step(
@@ -260,8 +260,8 @@ class StepInProgress:
         self._count(batch)
 
     def _tokens(self, batch: Microbatch, logprobs: Tensor, reference: Tensor | None) -> Tokens:
-        """Returns a micro-batch's tokens for the loss, masking samples that fail the audit. Raises `NotFinite` if a
-        trained token has NaN or infinity."""
+        """Audits a micro-batch, records the findings, and returns the tokens for the loss; samples that fail the audit
+        are masked. Raises `NotFinite` if a trained token has NaN or infinity."""
         chosen = [self.samples[i] for i in batch.samples]
         start = self._start(batch)
         proximal = logprobs.detach() if start is None else start

@@ -107,8 +107,10 @@ class Streams:
         if len(stored) >= num_bytes:
             raise CodecError(f"a compressed stream has {len(stored)} bytes; it must have fewer than {num_bytes}")
         try:
-            if zstandard.frame_content_size(stored) != num_bytes:  # else zstd allocates whatever is claimed
-                raise CodecError(f"a compressed stream does not declare the size it must have, {num_bytes} bytes")
+            size = zstandard.frame_content_size(stored)  # -1 if the frame does not declare it
+            if size != num_bytes:  # else zstd allocates whatever is claimed
+                declared = "no content size" if size < 0 else f"a content of {size} bytes"
+                raise CodecError(f"a compressed stream declares {declared}; it must declare {num_bytes} bytes")
             return self.decompressor.decompress(stored, allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise CodecError(f"a compressed stream is damaged: {error}") from error
@@ -136,7 +138,8 @@ MANY_LARGER = 0.25
 """Share of changes by more than 1, as integers, from which a limit (see `_limit`) is considered. Weights with a normal
 spread have fewer such changes. Quantised weights and small learning rates give more, most of them near zero."""
 NEAR_QUANTILE = 0.75
-"""Quantile, of the old values (sign aside) that changed by more than 1, just above which `_limit` sets the limit."""
+"""`_limit` takes the elements that changed by more than 1, and sets the limit just above this quantile of their old
+bits, without sign."""
 MIN_NEAR_CHANGED = 0.6
 """Smallest share of changed elements among those below the limit (see `_limit`); with less, no limit is used."""
 SIZE_BITS = 0x7FFF
@@ -314,8 +317,9 @@ def find_changes(new: np.ndarray, old: np.ndarray, dtype: str) -> SparseChanges:
 def encode(
     new: np.ndarray, old: np.ndarray | None, dtype: str, changes: SparseChanges | None = None
 ) -> tuple[Coding, bytes]:
-    """Chooses the smallest coding of a part's raw bytes `new`; returns it with the code. `old` is the same part of the
-    base, None without a base; `changes` are the changes between them, None if not yet known."""
+    """Codes a part's raw bytes `new` with the coding that is probably the smallest; returns the coding and the code.
+    `old` is the same part of the base, None without a base; `changes` are the changes from `old` to `new`, None if not
+    yet known."""
     item_bytes = ITEM_BYTES[dtype]
     if old is None:
         return Coding.DENSE, _encode_dense(new, item_bytes)

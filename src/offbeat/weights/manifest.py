@@ -105,7 +105,8 @@ class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     """Version number of the base. An adapter's base is no version, and is stored under the first adapter's number."""
     digest: Digest
     manifest: Digest | None = None
-    """Digest of the base's manifest, if this is the base of adapters, which `number` does not identify; else None."""
+    """Digest of the base's manifest if this is the base of adapters, whose `number` is also the first adapter's; else
+    None."""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -118,7 +119,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     kind: Kind
     base: Base | None = None
     delta: Digest | None = None
-    """Digest of an anchor's second manifest, the same version as changes to the one before; None: there is none."""
+    """Digest of an anchor's second manifest, which holds the same version as changes to the version before it; None:
+    there is no second manifest."""
     tensors: list[TensorEntry]
     """Tensors, sorted by name."""
     pieces: list[PieceEntry]

@@ -1,7 +1,7 @@
 """Serves this worker's pieces and manifests to its peers.
 
-    GET /pieces/DIGEST               200, or 206 for a Range; 404: neither here nor expected; 503: not here yet, with
-                                     the bytes received of unfinished downloads in the header Offbeat-Arrived
+    GET /pieces/DIGEST               200, or 206 for a Range; 404: neither here nor expected; 503: not here yet, with a
+                                     number in the header Offbeat-Arrived that changes as downloads progress
     GET /manifests/NUMBER/DIGEST     the same
 
 A request for a piece that is not here yet waits, as long as the caller asks (`?wait_s=`) and the limits allow: a short
@@ -40,8 +40,8 @@ WRITE_BYTES = 256 * 1024
 FRESH_S, STALE_S = 10.0, 60.0
 """Seconds for which the coordinator's list of accepted keys is used: normally, and while it cannot be reached."""
 ASK_EVERY_S, ASK_WITHIN_S = 1.0, 4.0
-"""Seconds from one request to the coordinator for accepted keys to the next, at least, and until it must answer. The
-peers whose keys are checked wait a little longer for their own answer."""
+"""Least seconds between two requests to the coordinator for accepted keys, and most seconds until it answers. A peer
+whose key is being checked waits a little longer than that for the answer to its own request."""
 ARRIVED = "Offbeat-Arrived"
 """Header of a 503 answer ("not here yet"); a change of its value means that downloads here make progress."""
 STOP_WITHIN_S = 0.1

@@ -2,8 +2,8 @@
 
 If a peer does not answer, is too slow, or lacks the piece, the next source continues from the bytes received so far. If
 several peers contributed to a wrong piece, it is fetched again from one of them alone, so that no honest peer is blamed
-for long. A peer that is still waiting for the piece itself is given time while it reports progress, but no more than
-the piece would take at the lowest accepted rate.
+for long. A peer that is still waiting for the piece itself is given time while it reports progress, but no more than a
+few pieces would take at the lowest accepted rate.
 
 Guarantees: `piece` and `manifest` deliver the verified content or raise the root's error; every wait has a deadline,
 except those of the root; a key is shown only to the peer that it is for.
@@ -320,7 +320,10 @@ class PeerSources:
                         raise PeerFailed(f"the peer sent a manifest of more than {MAX_MANIFEST_BYTES} bytes")
             sealed = bytes(gathered)
         if not is_intact(digest, sealed):
-            raise PieceDamaged(f"version {number}: {url or 'the root'} sent a manifest without the expected digest")
+            raise PieceDamaged(
+                f"version {number}: {url or 'the root'} sent a manifest that does not have digest {digest[:12]}, or "
+                "whose signature is wrong"
+            )
         self._ranking.gave(url, 0, 0.0)
         if len(self._gave_manifest) >= MAX_REMEMBERED:
             self._gave_manifest.clear()

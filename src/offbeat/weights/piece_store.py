@@ -87,7 +87,8 @@ class PieceStore(Protocol):
         """Returns the size of a piece in bytes; None: it is not in the store."""
 
     def put_manifest(self, number: int, digest: str, sealed: bytes) -> None:
-        """Stores a sealed (signed) manifest, durable on return. The same bytes again change nothing; others raise."""
+        """Stores a sealed (signed) manifest, durable on return. Changes nothing if the same bytes are there; raises if
+        the manifest is there with another key's signature."""
 
     def get_manifest(self, number: int, digest: str) -> bytes:
         """Returns a sealed (signed) manifest; the caller must check that its signer is trusted."""

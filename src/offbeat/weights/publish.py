@@ -227,7 +227,8 @@ class Publisher(WeightFolder):
     def _keep_as_base(
         self, manifest: Manifest, file: BinaryIO, places: Mapping[str, Stored], base: BaseFile | None
     ) -> None:
-        """Keeps the new version as the next one's base. `base` is what it was itself coded against, None if full."""
+        """Keeps the new version as the next one's base. `base` is the version that the new one was coded against; None
+        if the new one is full."""
         if self.store is None or not self._has_deltas:
             file.close()
             return

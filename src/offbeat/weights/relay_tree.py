@@ -3,8 +3,9 @@
 At every site one receiver fetches from the root (the coordinator, or its store), the others from receivers of their own
 site. Guarantees: every receiver reaches the root. No relay feeds more than `fan_out` receivers while the site's relays
 have room for all; without room they are overloaded evenly, because crossing the slow link twice is worse. A new
-receiver moves no other, unless it relieves an overloaded relay. A receiver that leaves or falls silent is replaced by
-the one farthest from the root, so that few move and the tree stays flat.
+receiver moves others only to give its site a head (the receiver that fetches from the root) or a much faster one, to
+relieve an overloaded relay, or to shorten a long path. A relay that leaves or falls silent is replaced by the receiver
+farthest from the root, so that few move and the tree stays flat; a head by the one with the best rate from the root.
 """
 
 from __future__ import annotations
@@ -167,7 +168,8 @@ class _Snapshot:
             waiting.extend((child, depth + 1) for child in self.children[name])
 
     def excess(self, name: str) -> float:
-        """Returns a receiver's children beyond its fan-out, if given one more, divided by the fan-out; 0: has room."""
+        """Returns by how many children a receiver with one child more would exceed its fan-out, divided by the fan-out;
+        0 if it has room."""
         return max(len(self.children[name]) + 1 - self.fan_outs[name], 0) / self.fan_outs[name]
 
     def nearness(self, name: str) -> tuple[int, float]:

@@ -9,8 +9,8 @@ generation, stop unfinished tasks at the end of a round, and report step times. 
   task runs; with `finishes`, this holds for every version. No task begins during a load.
 - At the end of a round, tasks with new tokens are handed back as partials, and others untouched. Evaluation continues.
 - Trajectories are sent by the outbox; their leases are renewed until the coordinator has answered.
-- A task whose generation fails is given back with the reason; any other error ends the worker. Only `drain`, not a
-  cancellation, hands unfinished tasks back.
+- A task whose generation fails is reported as failed, with the reason; any other error ends the worker. Only `drain`,
+  not a cancellation, hands unfinished tasks back.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ LOAD_WITHIN_S = 60.0
 VERSION_WITHIN_S = 60.0
 """Longest time that an unfinished answer waits for a version as new as its last tokens, before it is handed back."""
 DRAIN_WITHIN_S = 60.0
-"""Longest time that a leaving worker waits for the answers to its last submissions."""
+"""Longest time that a leaving worker takes to hand back its tasks and have its last trajectories acknowledged."""
 
 
 class _GaveUp(Exception):
@@ -89,7 +89,8 @@ class Worker:
         kv_lag: int = 0,
         finishes: bool = False,
     ):
-        """`kv` and `kv_lag` are set in every request. With `finishes`, running tasks end before weights are loaded."""
+        """`kv` and `kv_lag` are set in every engine request: which cached keys and values it may use, and by how many
+        versions these may lag. With `finishes`, running tasks end before weights are loaded."""
         self.name, self.engine, self.client = name, engine, client
         self._kv, self._kv_lag, self._finishes = kv, kv_lag, finishes
         self.running: dict[tuple[int, int], ActiveTask] = {}
@@ -223,7 +224,8 @@ class Worker:
         await self._give_back(late)
 
     async def _start(self, running: ActiveTask, group: asyncio.TaskGroup) -> bool:
-        """Starts a task; returns False, without starting it, if its round is over."""
+        """Starts a task, after aborting it if it still runs under an earlier lease. Returns False, without starting it,
+        if its round is over."""
         task = running.task
         before = self.running.get((task.id, self._fences.get(task.id, 0)))
         if before is not None:
@@ -627,7 +629,8 @@ class WorkerMetrics:
     def __init__(self) -> None:
         self._engine: Engine | None = None
         self.latest: ReceiveFigures | None = None
-        """Costs of the version that was fetched last; None: none was, because they are read where they are."""
+        """Costs of the version that was fetched last; None: no version was fetched, as on the coordinator's machine,
+        where the worker reads the weights in place."""
         self._sums: dict[str, float] = defaultdict(float)
 
     def follow(self, engine: Engine) -> None:

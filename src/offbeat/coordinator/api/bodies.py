@@ -43,7 +43,8 @@ class BodyReader:
     async def read(self, request: Request, limit_bytes: int, form: Callable[[bytes], T]) -> T:
         """Reads and decompresses the whole body, and returns what `form` decodes from it.
 
-        Refuses a body that is not msgpack, too large, too slow or damaged, or for which `form` raises `Malformed`.
+        Refuses a body that is of another type than msgpack, is too large, too slow or damaged, or makes `form` raise
+        `Malformed`.
         """
         check_type(request, wire.MSGPACK)
         digest = needed_digest(request)

@@ -38,7 +38,8 @@ JSON = "application/json"
 
 
 class Refusal(OffbeatError):
-    """Error with which a call is refused, including the HTTP status to send."""
+    """Error with which a call is refused, including the HTTP status to send. `close` closes the connection after the
+    answer; `kind` is sent with the text, so that the client knows how to react (`wire.DAMAGED`: send again)."""
 
     def __init__(
         self, status: int, why: str, *, retry_after_s: float | None = None, close: bool = False, kind: str | None = None

@@ -32,7 +32,7 @@ class ServerSettings:
     max_wait_s: float = 30.0
     """Longest that one call waits for work before the caller must ask again; shorter than the timeouts of proxies."""
     keep_alive_s: float = 75.0
-    """How long an idle connection stays open: longer than clients use one, so that none sends while it is closed."""
+    """How long an idle connection stays open: longer than clients keep it, so that no call meets a closing one."""
     max_connections: int = 4096
     """At this limit, a new connection replaces the oldest unauthenticated one."""
     stop_within_s: float = 5.0

@@ -70,8 +70,8 @@ class Weights:
             raise Unknown(f"version {number} has no file {name}") from None
 
     async def manifest(self, number: int, digest: str | None = None) -> bytes:
-        """Returns a sealed (signed) manifest of a published version. `digest` selects that of its changes alone, or
-        that of its adapter's base weights, where these exist; None: the version's main manifest."""
+        """Returns a sealed (signed) manifest of a published version: the main one if `digest` is None. Otherwise
+        `digest` names the manifest, which may also be that of the delta or that of an adapter's base weights."""
         version = self._version(number)
         if not version.manifest:
             raise Unknown(f"version {number} was published as whole files, without a manifest; download its files")
@@ -132,7 +132,9 @@ class Weights:
         try:
             sealed = await asyncio.to_thread(self.store.get_manifest, version.number, version.manifest)
         except (PieceMissing, PieceDamaged) as error:
-            raise Refused(f"the manifest of version {version.number} was never sent: {error}") from error
+            raise Refused(
+                f"version {version.number} cannot be published: its manifest is missing or damaged: {error}"
+            ) from error
         manifest = self._opened(sealed, version.number, version.manifest)
         named = (version.step, version.parent, version.digest)
         if (manifest.step, manifest.parent, manifest.digest) != named:

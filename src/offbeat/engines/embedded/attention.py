@@ -1,8 +1,8 @@
 """KV slots, and attention over the slots as a function that transformers calls by name.
 
-Transformers makes no mask for a custom attention function, so a missing mask tells the two cases apart. Without a mask,
-the pass is a prefill: rows are whole prompts padded on the right, and causality hides the padding. With a mask, the
-pass is a decode step: each row is one token that attends to its slot, and the engine supplies the mask (0 or -inf).
+Transformers makes no mask for a custom attention function, so there is one only if the engine supplies it. Without a
+mask, the pass is a prefill: rows are whole prompts padded on the right, and causality hides the padding. With a mask (0
+or -inf), the pass is a decode step: each row is one token that attends to its slot.
 
 In a decode step the last rows may read a shorter context than the first ones (`short_context`); they attend separately,
 with their own mask. Query heads that share a KV head are folded into one dimension, so K and V are never repeated.
@@ -162,6 +162,8 @@ class KeyValueSlots:
 
     A forward pass is either a prefill, where each layer attends to the keys and values that it just computed, or a
     decode step, where one token for each of the first slots is written at its position and attends to its slot.
+
+    `keys` and `values` are the tensors of all layers if they exist already; otherwise leave them empty.
     """
 
     def __init__(

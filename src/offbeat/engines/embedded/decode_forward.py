@@ -27,8 +27,9 @@ TORCH = str(Path(torch.__file__).parent)
 ERROR_CHARACTERS = 300
 """Characters of an error that are logged; the whole text may include a tensor."""
 Forward = Callable[..., Tensor]
-"""Function that returns logits. Its arguments: tokens (rows, 1), positions (rows,), mask (rows, 1, 1, read tokens), for
-a step in two parts the mask of the rows with a shorter context, all layers' keys, and all layers' values."""
+"""Function that returns the logits of a decode step. Arguments, except for `Recomputed`: tokens (rows, 1), positions
+(rows,), mask (rows, 1, 1, read tokens), for a step in two parts also the mask of the rows with a shorter context, all
+layers' keys, and all layers' values."""
 
 _recording = threading.Lock()
 """Held while recording: warnings are caught for the whole process, so two engines must not record at once."""
@@ -110,8 +111,8 @@ def _warn(why: str) -> None:
 
 def recorded_in_parts(model: PreTrainedModel, inputs: Sequence[tuple[Tensor, ...]]) -> Forward:
     """Returns a recording of a decode step whose last rows read a shorter context. It is traced with those of `inputs`
-    that have several rows, changed so that the last row reads half the context. Returns the step itself if there are
-    none or if it cannot be recorded."""
+    that have several rows, changed so that the last row reads half the context. Returns the step itself, unrecorded, if
+    none of `inputs` has several rows or if recording fails."""
     forward = DecodeForward(model, num_parts=2)
     # Recording writes keys and values, so it gets copies of the slots.
     halved = [
@@ -149,8 +150,9 @@ def _freezes_a_branch(warning: warnings.WarningMessage) -> bool:
 class Recomputed:
     """Decode step of a model whose attention cannot be replaced: computes every row from its first token on.
 
-    Nothing is cached, so the model's own state is always right; the cost grows with the length of the rows. With
-    `picks_logits`, logits are computed only at the positions that any row of the batch needs.
+    Nothing is cached between steps, so any kind of state that the model has, such as a recurrent one, is right. The
+    cost grows with the length of the rows. With `picks_logits`, logits are computed only at the positions that any row
+    of the batch needs.
     """
 
     def __init__(self, model: PreTrainedModel, picks_logits: bool):

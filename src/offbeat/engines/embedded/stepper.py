@@ -52,7 +52,11 @@ SMALL_STEP_FLOPS = 1e9
 
 
 class Stepper:
-    """Schedules requests over slots. Not thread-safe; must be called under `torch.inference_mode()`."""
+    """Schedules requests over slots. Not thread-safe; must be called under `torch.inference_mode()`.
+
+    `version` is the number of the version whose weights `model` holds; None: call `load` before the first `step`.
+    `worker` and `fingerprint` are written into every segment.
+    """
 
     def __init__(
         self,
@@ -378,7 +382,8 @@ class Stepper:
         self.feeding_until_step = max((r.num_known - 1 - r.step_offset for r in live), default=0)
 
     def _refill(self, slots: Sequence[int]) -> None:
-        """Computes the KV of these live slots again, with the weights just loaded."""
+        """Computes the KV of these live slots again, with the weights just loaded. With `exact`, computes only that of
+        the prompts; the next steps feed the response's tokens again, one by one."""
         if not slots:
             return
         assert self.version is not None

@@ -51,8 +51,8 @@ class EngineMachine:
 async def probe_interpreter(
     config: Config, environment: Mapping[str, str], *, counts_gpus: bool = True
 ) -> EngineMachine:
-    """Runs the engine's interpreter to count its GPUs; raises a `UserError` if the engine's package is missing. Without
-    `counts_gpus`, only looks for the package, which does not import torch."""
+    """Runs the engine's interpreter, with the variables in `environment`, to count its GPUs. Raises a `UserError` if it
+    cannot run or lacks the engine's package. Without `counts_gpus`, reports 0 GPUs and saves the import of torch."""
     engine, python = config.rollout.engine, sys.executable
     if config.engine.python:
         python = str(Path(config.engine.python).expanduser())
@@ -69,7 +69,10 @@ async def probe_interpreter(
     try:
         printed, errors = await asyncio.wait_for(process.communicate(), PROBE_WITHIN_S)
     except TimeoutError as error:
-        raise UserError(f'engine.python = "{python}": it did not import torch within {PROBE_WITHIN_S:g} s') from error
+        raise UserError(
+            f'engine.python = "{python}": this Python took over {PROBE_WITHIN_S:g} s to look for {engine}; start again '
+            "when its machine and disk are less busy"
+        ) from error
     finally:
         with suppress(ProcessLookupError):
             process.kill()

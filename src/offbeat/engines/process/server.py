@@ -57,8 +57,9 @@ class EngineServer:
         lock: Path,
         start_within_s: float,
     ):
-        """`name` appears in errors. Each start makes a new endpoint and passes its options to `command`, which returns
-        the command line. It then waits for the file lock `lock`, which is held until an earlier server is gone."""
+        """`name` appears in errors. Each start makes a new endpoint and passes the endpoint's options to `command`,
+        which returns the command line. The server starts once the file lock `lock` is free, which is held until an
+        earlier server is gone. Its output is appended to `log`; it is stopped unless it answers in `start_within_s`."""
         self.name, self.log, self.start_within_s = name, log, start_within_s
         self._command, self._environment, self._lock = command, dict(environment), lock
         self._new_endpoint = new_endpoint

@@ -222,7 +222,8 @@ class SglangDialect:
         return None
 
     async def load(self, version: Version, label: str) -> None:
-        """Loads a version from its files. After a failure the server has a mixture of weights under the old label."""
+        """Loads a version from its files. After a failure the server may have a mixture of old and new weights, under
+        the old label."""
         body = {
             "model_path": str(version.path),
             "load_format": "auto",

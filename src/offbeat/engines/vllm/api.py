@@ -72,8 +72,8 @@ class VllmDialect:
             raise EngineError(f"{self.server.url}: the server answers, but not like vLLM; check engine.url") from error
         if (mode := model_config.get("logprobs_mode")) != "processed_logprobs":
             raise EngineError(
-                f"{self.server.url}: the server's log-probs are {mode}, before temperature; start vLLM with "
-                "--logprobs-mode processed_logprobs"
+                f"{self.server.url}: the server's logprobs_mode is {mode}, but log-probs after temperature are needed; "
+                "start vLLM with --logprobs-mode processed_logprobs"
             )
         self._has_extension = EXTENSION in str(config.get("parallel_config"))
         self._refuse_split_prompts(config)

@@ -27,8 +27,9 @@ def problem_of(
     """Builds the planning problem: nodes on offer, columns (candidate gangs and replica shapes) and demand. Raises a
     `UserError` with the memory needed if the model fits nowhere.
 
-    `known` caches gangs between calls with the same workload and constants. Columns assume the best measured links, so
-    a lower bound proven for them holds for every choice of nodes."""
+    `constants` are those of the cost model (None: the defaults). `known` caches gangs between calls with the same
+    workload and constants. Columns assume the best measured links, so a lower bound proven for them holds for every
+    choice of nodes."""
     constants = constants or Constants()
     inventory = at_best(inventory)
     offers = {

@@ -97,8 +97,9 @@ def split_layers(num_layers: int, speeds: Sequence[float]) -> tuple[int, ...]:
 
 
 def fits(workload: Workload, room_bytes: float, tp: int, pp: int, dp: int, num_layers: int) -> list[tuple[int, bool]]:
-    """Pairs (ZeRO stage, whether to recompute activations) with which training fits into `room_bytes` per card. Of
-    ZeRO-1 and ZeRO-2 only the first that fits is returned, because both take the same time."""
+    """Pairs (ZeRO stage, whether to recompute activations) with which training fits into `room_bytes` per card, for a
+    stage of `num_layers` layers. ZeRO-3 is left out if ZeRO-1 or ZeRO-2 fits with the same recomputing, and recomputing
+    if one of these two fits without it. Of the two only the first that fits is returned: both take the same time."""
     share = num_layers / workload.model.num_layers
     found = []
     for recompute in (False, True):

@@ -215,7 +215,8 @@ def fit(
     least_kv_share: float = MIN_KV_SHARE,
 ) -> Constants:
     """Returns `base` (None: the defaults) with the constants of each measured accelerator fitted to its measurements,
-    and with the held-out errors of the fits. `cards` holds the accelerators by name."""
+    and with the held-out errors of the fits. `cards` holds the accelerators by name; `least_kv_share` is the lower
+    limit of the KV read share."""
     constants = base or Constants()
     found: dict[tuple[str, str], list[Measurement]] = {}
     for one in measurements:

@@ -77,8 +77,8 @@ class Constants:
     common: Efficiencies = Efficiencies()
     of_accelerator: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Source of each constant, keyed by `constant` or `accelerator.constant`; a constant without an entry is a
-    default."""
+    """Source of each constant, keyed by `constant` or `accelerator.constant`. Without an entry, a common value is a
+    default, and a value of a single accelerator is from the catalogue."""
     errors: Mapping[str, HeldOut] = field(default_factory=dict)
     """Held-out errors, keyed by `accelerator.kind`, where kind is the kind of measurement."""
 

@@ -90,8 +90,8 @@ class Inventory:
 
 
 def at_best(inventory: Inventory) -> Inventory:
-    """Returns the inventory, but with each link between two classes as fast as the best measured link between their
-    nodes."""
+    """Returns the inventory with each link between or inside classes as fast as the best link between two of their
+    nodes. Where not all pairs of nodes were measured, the link of the classes counts as one of them."""
     if not inventory.measured:
         return inventory
     found: dict[frozenset[str], list[float]] = {}

@@ -62,7 +62,8 @@ def resolve(
     assumptions: list[str],
 ) -> tuple[dict[Pair, Link], dict[str, Link]]:
     """Returns the link of every pair of classes that has one, by pair, and the default links for machines added later,
-    by kind (`nodes`, `classes` or `zones`). `own` holds the rate between two nodes of a class in GB/s, by class."""
+    by kind (`nodes`, `classes` or `zones`). `own` holds the rate between two nodes of a class in GB/s, by class. What
+    had to be assumed is appended to `assumptions`."""
     defaults = _defaults(links)
     pairs = _pairs(links, classes, origin)
     measured = _measured(links, classes, origin, assumptions)
@@ -195,7 +196,7 @@ def _check(key: Pair, link: Link, classes: Mapping[str, MachineClass], kind: str
     buses = {name: classes[name].per_node * classes[name].accelerator.host_bytes_per_s / GIGA for name in key}
     slow = min(buses, key=buses.__getitem__)
     if gb_s > buses[slow]:
-        what = f"a node of {slow} has {classes[slow].per_node} buses and moves {buses[slow]:g} GB/s at most"
+        what = f"a node of {slow} sends {buses[slow]:g} GB/s at most ({classes[slow].per_node} x host_gb_s)"
         raise UserError(f"{say}: {what}; is it in Gbit/s? then write {gb_s / 8:g}")
     if kind == "zones" and gb_s > MOST_BETWEEN_ZONES_GB_S:
         most = f"allowed {MOST_BETWEEN_ZONES_GB_S:g} or less between zones"

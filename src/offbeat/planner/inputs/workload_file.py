@@ -169,7 +169,7 @@ def _from_numbers(name: str, numbers: dict[str, int], where: str) -> ModelShape:
         raise UserError(f"{where}: missing {', '.join(missing)}; give each a value")
     if "head_dim" not in numbers and numbers["hidden"] % numbers["num_heads"]:
         why = f"num_heads = {numbers['num_heads']} does not divide hidden = {numbers['hidden']}"
-        raise UserError(f"{where}: head_dim is missing, and {why}")
+        raise UserError(f"{where}: head_dim is missing, and {why}; give head_dim")
     if numbers["num_heads"] % numbers["num_kv_heads"]:
         why = f"num_kv_heads = {numbers['num_kv_heads']} does not divide num_heads = {numbers['num_heads']}"
         raise UserError(f"{where}: {why}")

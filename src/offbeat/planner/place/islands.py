@@ -55,8 +55,9 @@ def pack(sizes: Mapping[str, int], counts: Mapping[str, int], nodes: Sequence[No
 
 
 def ring_order(fabric: NodeFabric, names: Sequence[str]) -> tuple[str, ...]:
-    """Orders nodes in a ring for all-reduces: by zone and class or, if links were measured, so that the next node is
-    the one with the fastest link, of the same class if any is left. Then the best ring over all first nodes counts."""
+    """Orders nodes in a ring for all-reduces: by zone and class, unless links were measured. With measured links, each
+    node in turn begins a ring that always continues with the fastest link, inside a class while it has nodes left. The
+    ring whose slowest link is fastest is returned."""
     if len(names) < 3:
         return tuple(names)
     left = sorted(names, key=lambda name: (fabric.nodes[name].zone, *class_and_number(name)))

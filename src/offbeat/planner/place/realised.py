@@ -125,7 +125,8 @@ def enough_s(problem: PlanningProblem, placed: PlanningProblem, solution: Soluti
 
 
 def period_s(problem: PlanningProblem, placed: PlanningProblem, solution: Solution) -> float:
-    """Shortest period in seconds, from `solution.tau_s` on, at which `solution` meets all constraints of `placed`."""
+    """Shortest period in seconds, but at least `solution.tau_s`, at which `solution` meets all constraints of `placed`;
+    `problem` and `placed` are as for `enough_s`."""
     if placed is problem or not check(placed, solution):
         return solution.tau_s
     low_s, high_s = solution.tau_s, enough_s(problem, placed, solution)

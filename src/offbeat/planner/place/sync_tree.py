@@ -23,7 +23,7 @@ from offbeat.planner.place.nodes import NodeFabric, by_class, class_and_number
 
 Senders = Mapping[str, tuple[str, ...]]
 """Senders of each receiver, by the receiver's name. If a receiver has several, the n-th sends it the n-th share of all
-chunks. A sender with equally many senders of its own can do that once it has the n-th share."""
+chunks. A sender that has equally many senders itself needs only the n-th share for this; any other needs all chunks."""
 
 
 def hops_of(senders: Senders) -> Iterator[tuple[str, str]]:

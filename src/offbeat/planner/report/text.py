@@ -187,7 +187,8 @@ def _more_nodes(
 
 def _as_placed(problem: PlanningProblem, plan: Plan) -> PlanningProblem:
     """Returns a copy of the problem in which step time and version lags are those of the plan on its chosen nodes, if
-    these are longer than assumed. Without this, a plan with one limit relaxed would gain merely by ignoring them."""
+    these are longer than assumed. Otherwise a plan with one limit relaxed would seem better merely because its times
+    are those assumed before nodes were chosen."""
     for gang in problem.gangs:
         if gang.name == plan.solution.gang:
             return slowed(problem, gang, plan.training.step_s, plan.placement.lags_s)

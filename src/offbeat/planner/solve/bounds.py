@@ -101,7 +101,8 @@ def least_prices(view: View, tau_s: float, prices: Multipliers, gangs: Ints) -> 
 
 
 def most_tokens(view: View, tau_s: float, gang: int, budget: int | None) -> tuple[float, Multipliers]:
-    """Solves a linear relaxation: the most tokens per period with this gang, and the dual prices that prove it."""
+    """Solves a linear relaxation: returns the most tokens per period with this gang for at most `budget` (millionths of
+    $/h; None: any price), and the dual prices that prove it."""
     rows, room, cost, unit = _relaxation(view, tau_s, gang)
     if budget is not None:
         scale, money = _money(view)
@@ -129,8 +130,8 @@ def least_price(view: View, tau_s: float, gang: int) -> Multipliers | None:
 
 
 def least_in_flight(view: View, tau_s: float, gang: int, budget: int) -> tuple[float, Multipliers] | None:
-    """Solves a linear relaxation: the fewest trajectories in flight with this gang, and the dual prices that prove it;
-    None if it is infeasible."""
+    """Solves a linear relaxation: returns the fewest trajectories in flight with this gang for at most `budget`
+    (millionths of $/h), and the dual prices that prove it; None if the relaxation is infeasible."""
     rows, room, cost, unit = _relaxation(view, tau_s, gang)
     (scale, money), widest = _money(view), float(view.concurrency.max())
     left = (budget - view.fixed_price - view.gang_price[gang]) / scale

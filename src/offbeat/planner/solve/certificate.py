@@ -33,6 +33,7 @@ class Certificate:
     by_solver: tuple[str, ...]
     """Names of gangs that only the solver ruled out; no dual prices prove it."""
     columns_sha256: str
+    """`digest` of the problem for which this is proven."""
     solver: str
     cost_model: str = "unstated"
     held_out_error: float | None = None

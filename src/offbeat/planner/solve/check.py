@@ -26,8 +26,8 @@ Used = list[tuple[RolloutColumn, int]]
 def check(
     problem: PlanningProblem, solution: Solution, certificate: Certificate | None = None, budget: float | None = None
 ) -> list[str]:
-    """Checks a solution and its proof, if given: returns one line per violated constraint; an empty list if all
-    hold."""
+    """Checks a solution and its proof, if given: returns one line per violated constraint; an empty list if all hold.
+    `budget` is in $/h (None: no limit)."""
     columns = {column.name: column for column in problem.rollout}
     gangs = {gang.name: gang for gang in problem.gangs}
     unknown = [

@@ -49,8 +49,10 @@ class Search:
 
     view: View
     gap: float
+    """Relative distance between a plan and the lower bound at which the plan is good enough."""
     solver: Solver
     pool: list[Multipliers] = field(default_factory=list)
+    """Dual prices found so far, from which `certify` takes the proof."""
     last: dict[int, Multipliers] = field(default_factory=dict)
     """Dual prices of each gang's latest linear relaxation."""
 
@@ -137,7 +139,9 @@ def _guess(search: Search, gang: int, cap: int | None, low_s: float, below_s: fl
 
 
 def _improve(search: Search, gang: int, cap: int | None, low_s: float, tau_s: float) -> _Found:
-    """Finds a plan of this gang at a period of at most `tau_s`, or proves that there is none."""
+    """Finds a plan of this gang at a period of at most `tau_s`, or proves that there is none and raises the lower bound
+    `low_s`. If the solver runs out of time, tries shorter periods; a proof then reaches only as far as these. The
+    status is `UNKNOWN` if every try fails."""
     for _ in range(TRIES):
         outcome = search.try_gang(tau_s, gang, Aim.TOKENS, cap)
         if outcome.counts is not None:
@@ -152,8 +156,9 @@ def _improve(search: Search, gang: int, cap: int | None, low_s: float, tau_s: fl
 def cheapest_counts(
     search: Search, tau_s: float, cap: int | None, best: ColumnCounts | None
 ) -> tuple[ColumnCounts | None, float]:
-    """Returns the cheapest plan at this period, and a lower bound on the price; the bound is infinite if there is no
-    plan. Prices are in millionths of $/h. `best` is a plan already known."""
+    """Returns the cheapest plan at this period for at most `cap` (None: any price), and a lower bound on the price; the
+    bound is infinite if it is proven that there is no plan. Prices are in millionths of $/h. `best` is a plan already
+    known, if any."""
     view = search.view
     fast = np.flatnonzero(view.period <= tau_s)
     least = np.full(len(view.gangs), np.inf)
@@ -247,7 +252,7 @@ def _roomy_counts(roomy: Search, tau_s: float, cap: int, gang: int) -> ColumnCou
 
 def freshest_counts(search: Search, tau_s: float, counts: ColumnCounts) -> ColumnCounts:
     """Returns a plan of the same gang, at no higher price, with the fewest trajectories in flight; `counts` itself if
-    time runs out."""
+    no plan with fewer is found in time."""
     view, price = search.view, search.view.price(counts)
     relaxed = bounds.least_in_flight(view, tau_s, counts.gang, price)
     guides = (None,) if relaxed is None else (relaxed[1], None)

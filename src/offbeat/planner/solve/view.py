@@ -118,7 +118,10 @@ def efficient_gangs(
 ) -> tuple[tuple[Gang, ...], dict[str, str]]:
     """Returns the training gangs that fit the offered nodes and that no other gang beats, and for each beaten gang the
     name of one that beats it. A gang beats another if it is as good in nodes, period, delays of versions and memory
-    kept for training state, and has no fewer home nodes (own nodes shared with replicas)."""
+    kept for training state, and has no fewer home nodes (own nodes shared with replicas).
+
+    `nodes_of` returns an array of gangs x classes. `own` holds the home classes, each as a tuple of one name. `columns`
+    holds the equal replica shapes of each rollout column."""
     offered = {name: offer.num_nodes for name, offer in problem.offers.items()}
     fitting = [gang for gang in problem.gangs if all(num <= offered.get(name, 0) for name, num in gang.nodes.items())]
     relays = relays_of(problem)

@@ -80,7 +80,7 @@ class PacedEngine:
 
     @property
     def metrics(self) -> EngineMetrics:
-        """Metrics up to the last event, such as a load or the end of a request; later steps are added at the next."""
+        """Metrics up to the last event, such as a load or the end of a request; the next one adds the steps between."""
         return self._paced.metrics
 
     async def generate(self, request: Request) -> Generation:

@@ -46,7 +46,8 @@ class PacedSettings:
     """Settings of a paced engine.
 
     A decode step takes `base_s + per_row_s * rows` seconds, and a prefill `prefill_s` per token, both divided by
-    `speed`. A new request is prefilled after its cached prefix. After a load, all requests are prefilled again.
+    `speed`. Of a new request, only the tokens after its cached prefix are prefilled. After a load, all running requests
+    are prefilled again.
     """
 
     num_slots: int = 32
