@@ -30,7 +30,6 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.common.trl_environment import trl_python
-from examples.word_problems import row
 from offbeat.errors import DeadlineError, OffbeatError
 from offbeat.model.smollm2 import write
 
@@ -76,10 +75,13 @@ def measure(python: Path, script: Path, folder: Path, has_reward: Callable[[Path
     return Times(first_s, whole_s)
 
 
-def problem(ordinal: int) -> str:
-    """Returns a line of the problems' file; its answer is the bare number."""
-    drawn = row(ordinal, seed=0)
-    return json.dumps({**drawn, "answer": drawn["answer"].rpartition("#### ")[2]}) + "\n"
+def write_problems(file: Path) -> None:
+    """Writes word problems whose answers are bare numbers."""
+    script = report.REPOSITORY / "examples" / "word_problems.py"
+    subprocess.run([sys.executable, str(script), str(file), f"--rows={NUM_PROBLEMS}"], check=True)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    bare = ({**row, "answer": row["answer"].rpartition("#### ")[2]} for row in rows)
+    file.write_text("".join(json.dumps(row) + "\n" for row in bare))
 
 
 def trl_has_reward(log: Path) -> bool:
@@ -113,7 +115,7 @@ def main() -> int:
                 place = folder / str(number)
                 place.mkdir()
                 (place / "smollm2").symlink_to(folder / "smollm2")
-                (place / "problems.jsonl").write_text("".join(map(problem, range(NUM_PROBLEMS))))
+                write_problems(place / "problems.jsonl")
                 trl.append(measure(python, scripts[0], place, trl_has_reward))
                 offbeat.append(measure(Path(sys.executable), scripts[1], place, offbeat_has_reward))
                 say(
