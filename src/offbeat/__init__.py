@@ -68,8 +68,8 @@ def train(
 ) -> Run:
     """Trains as `offbeat train` does and returns the `Run`.
 
-    `config` is a `Config`, a dict or the path of a TOML file. None means the configuration of the run to `resume`.
-    Without such a run, it means that of the built-in demo or, with another `model`, the defaults of all other keys.
+    `config` is a `Config`, a dict or the path of a TOML file. If it is None, the configuration is that of the run to
+    `resume`. If there is none, it is that of the built-in demo; with another `model`, all keys have their defaults.
 
     `task` is where prompts come from: rows (a list of dicts, a `datasets.Dataset`, a data frame, a generator), which
     are recorded in the run's folder; a function as of `source = "function"`; a file; a section such as

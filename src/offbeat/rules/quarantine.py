@@ -164,8 +164,9 @@ class HandInPace:
             self._records[worker].quiet_s = 0.0
 
     def add_quiet_time(self, seconds: float, leases: Collection[Lease]) -> None:
-        """Adds `seconds` to the quiet time of each worker that holds one of `leases`; in this time they could have been
-        heard. Also deletes grants whose leases have ended, once there are many."""
+        """Adds `seconds` to the quiet time of each worker that holds a lease. Count only time in which the coordinator
+        could receive answers. `leases` are all current leases; once the records of grants whose leases have ended are
+        many, they are deleted."""
         for worker in {lease.worker for lease in leases}:
             self._records.setdefault(worker, _HandIns()).quiet_s += seconds
         if len(self._begun) > 2 * len(leases) + MAX_ENDED:

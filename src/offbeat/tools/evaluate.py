@@ -50,7 +50,7 @@ def check_rewards(run: Path, config: Config, functions: Functions | None = None)
     if begun and (missing := [str(reward) for name, reward in begun[-1].items() if own.get(name) != reward]):
         raise UserError(
             f"{run}: was trained with the reward {missing[0]}, a Python function that its config.json does not name; "
-            "evaluate it from Python, with the same function as reward="
+            f"evaluate it from Python and give the function again: offbeat.Run({str(run)!r}).evaluate(reward=FUNCTION)"
         )
 
 

@@ -141,8 +141,10 @@ def _feed_forward(config: Mapping[str, Any], file: str) -> dict[str, int]:
         raise UserError(f"{file}: mlp_only_layers = {alone}: only the first layers may be without experts")
     shared_width = config.get("shared_expert_intermediate_size") or ffn * (config.get("n_shared_experts") or 0)
     if shared_width % ffn:
-        why = f"shared_expert_intermediate_size = {shared_width} is no multiple of moe_intermediate_size = {ffn}"
-        raise UserError(f"{file}: {why}")
+        raise UserError(
+            f"{file}: shared_expert_intermediate_size = {shared_width} is not a multiple of moe_intermediate_size = {ffn}; "
+            "shared experts of another width than the others are not supported yet"
+        )
     return {
         "ffn": ffn,
         "num_experts": int(config[key]),
