@@ -142,8 +142,8 @@ def _feed_forward(config: Mapping[str, Any], file: str) -> dict[str, int]:
     shared_width = config.get("shared_expert_intermediate_size") or ffn * (config.get("n_shared_experts") or 0)
     if shared_width % ffn:
         raise UserError(
-            f"{file}: shared_expert_intermediate_size = {shared_width} is not a multiple of moe_intermediate_size = {ffn}; "
-            "shared experts of another width than the others are not supported yet"
+            f"{file}: shared_expert_intermediate_size = {shared_width} is not a multiple of moe_intermediate_size = "
+            f"{ffn}; shared experts of another width than the others are not supported yet"
         )
     return {
         "ffn": ffn,
