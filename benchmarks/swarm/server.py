@@ -61,6 +61,7 @@ class StandIn:
     def __init__(self, prompt: np.ndarray, ledger: Ledger):
         self.prompt, self.ledger = prompt, ledger
         self.settings = CoordinatorSettings(num_steps=0, max_new_tokens=MAX_NEW_TOKENS)
+        self.seen: dict[str, float] = {}
         self._numbers = itertools.count(1)
         self._sampling = Sampling(max_new_tokens=MAX_NEW_TOKENS)
 

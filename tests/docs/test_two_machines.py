@@ -122,6 +122,6 @@ def test_a_worker_joins_in_plain_where_both_sides_allow_it(machines):
     assert "joined swarm at http://10.0.0.1:8700" in follow("Plain HTTP in a private network", home, away)
 
 
-def test_the_page_installs_from_where_the_project_is():
+def test_the_page_installs_as_the_page_about_that_does():
     (lines,) = [text for language, text in BLOCK.findall(SECTIONS["Install on both"]) if not language]
-    assert lines.splitlines()[0] in (ROOT / "CONTRIBUTING.md").read_text()
+    assert lines.strip() in (ROOT / "docs" / "install.md").read_text()

@@ -38,7 +38,7 @@ def play(word: str, number: int, num_good: int, words: list[str]) -> dict:
         status, errors = said(words)
     finally:
         SHIM.disk_fails(b"", 0, 0)
-    again = said(words if "start it again" in errors else [*words, "--resume"])
+    again = said([*words, "--resume"] if Path("runs/a").is_dir() and "start it again" not in errors else words)
     return {
         "status": status,
         "errors": errors,
