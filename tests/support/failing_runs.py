@@ -12,6 +12,7 @@ import json
 import shutil
 import sys
 import threading
+from pathlib import Path
 
 from offbeat.cli.main import main
 
