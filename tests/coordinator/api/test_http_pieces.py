@@ -209,7 +209,7 @@ def test_no_version_is_published_without_its_manifest_and_pieces(run, trainer, a
     version = away.write(1, 0, 0)
     call = wire.PublishCall(version=version)
     response = run.post("/v1/publish", call, trainer)
-    assert (response.status, "never sent" in response.error) == (422, True)
+    assert (response.status, "its manifest is missing or damaged" in response.error) == (422, True)
     put_pieces(run, trainer, away, version)
     assert put_manifest(run, trainer, version, away.sealed(version)).status == 201
     other = wire.PublishCall(version=replace(version, digest="0" * 64))
