@@ -186,7 +186,7 @@ calls more often than this."""
 
 @dataclass(frozen=True)
 class Activity:
-    """What a run is doing now."""
+    """Snapshot of what a run is doing, for the console."""
 
     num_answers: int
     """Number of answers, with or without a reward, for the next batch."""

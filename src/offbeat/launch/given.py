@@ -1,4 +1,4 @@
-"""What a Python program gives a run besides its configuration: functions, rows, callbacks, and a way to stop it.
+"""Things that a Python program gives a run besides its configuration: functions, rows, callbacks, a way to stop it.
 
 Functions reach a coordinator in a process of its own through a file that only this user can read and that lasts as long
 as the program: nothing that a run keeps is ever unpickled.

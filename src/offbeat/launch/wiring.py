@@ -73,7 +73,7 @@ class Trial:
     value: float
     """The reward with its weights."""
     empty: float | None = None
-    """What an empty response earns, if the right answer earned 0; None: not tried, or it failed."""
+    """Reward of an empty response, tried if the right answer earned 0; None: not tried, or the trial failed."""
 
 
 async def try_rewards(config: Config, mixture: Mixture, pool: RewardPool) -> list[Trial]:

@@ -30,7 +30,7 @@ class Sink(Protocol):
 
 
 class Verdict(Enum):
-    """What a callback may return."""
+    """Values that a callback may return to direct the run."""
 
     STOP = "stop"
 
