@@ -9,7 +9,9 @@ from learning_models import tiny_model
 from learning_samples import make_samples
 
 from offbeat.model.devices import be_deterministic
+from offbeat.trainer import attention, output_head
 from offbeat.trainer.checkpoint import Checkpoints
+from offbeat.trainer.packing import pack
 from offbeat.trainer.policy import AdamSettings, Policy
 from offbeat.trainer.step import StepSettings, train_step
 
@@ -68,3 +70,70 @@ def test_a_step_on_the_gpu_agrees_with_the_same_step_on_the_cpu():
     there, here = (train_step(policy, samples, StepSettings(), lr=1e-4) for policy in (on_gpu, on_cpu))
     assert there.loss == pytest.approx(here.loss, abs=1e-4)
     assert there.grad_norm == pytest.approx(here.grad_norm, rel=1e-3)
+
+
+LONG = [(40, [300, 90, 1, 200]), (1, [500, 4]), (7, [60, 2, 80])]
+"""Uneven samples, one prompt of a single token among them."""
+
+
+def shaped_model(window: int | None = None):
+    """A model whose heads are wide enough for torch's variable-length kernel, with shared KV heads."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    windows = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0} if window else {}
+    config = Qwen2Config(
+        vocab_size=1000,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        **windows,
+    )
+    return Qwen2ForCausalLM(config).to("cuda", torch.bfloat16).eval()
+
+
+def passed(**options) -> list[torch.Tensor]:
+    """Log-probs and gradients of a micro-batch of uneven samples."""
+    window = options.pop("window", None)
+    policy = Policy(shaped_model(window), AdamSettings(), 0.9, **options)
+    samples = make_samples(np.random.default_rng(0), LONG)
+    batch = pack(samples, range(len(samples)), policy.device)
+    logprobs = policy.forward_backward(batch, lambda found: found.logprobs.sin().sum())
+    return [logprobs, *(master.grad for master in policy.masters)]
+
+
+def assert_like(found: list[torch.Tensor], wanted: list[torch.Tensor], share: float) -> None:
+    """Holds each tensor's distance against its size: bfloat16 rounds single entries by more."""
+    for one, other in zip(found, wanted, strict=True):
+        assert (one - other).norm() <= share * other.norm()
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_the_kernel_for_uneven_lengths_agrees_with_gathered_sequences(window, monkeypatch):
+    assert attention.varlen_kernel() is not None
+    found = passed(window=window)
+    monkeypatch.setattr(attention, "takes_varlen", lambda query, value: False)
+    assert_like(found, passed(window=window), 0.03)
+
+
+def test_repeated_keys_add_up_to_the_same_bits_each_time(deterministic):
+    for one, other in zip(passed(), passed(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_log_probs_in_chunks_have_the_bits_of_those_at_once(monkeypatch):
+    wanted = passed()
+    monkeypatch.setattr(output_head, "CHUNK_BYTES", 128 * 1000 * 4)
+    found = passed()
+    assert torch.equal(found[0], wanted[0])
+    assert_like(found, wanted, 0.01)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True, 0.5])
+def test_compiled_layers_agree_with_plain_ones(checkpointing, monkeypatch):
+    wanted = passed()
+    monkeypatch.setattr(output_head, "CHUNK_BYTES", 128 * 1000 * 4)
+    assert_like(passed(compiles=True, gradient_checkpointing=checkpointing), wanted, 0.05)

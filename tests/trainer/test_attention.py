@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -33,8 +34,8 @@ def test_two_sequences_of_a_row_attend_each_to_itself(length, softcap, has_sinks
     row = 2 * length
     query, key, value = (torch.randn(heads, row, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     sinks = torch.randn(HEADS) if has_sinks else None
-    table = torch.stack((torch.arange(length), torch.arange(length) + length))
-    layout = RowLayout((table,), torch.arange(row))
+    sequences = np.arange(row).reshape(2, length)
+    layout = RowLayout(sequences, [(length, own) for own in sequences], torch.device("cpu"))
     found, _ = packed_attention(
         torch.nn.Module(), query[None], key[None], value[None], None, layout=layout, softcap=softcap, s_aux=sinks
     )

@@ -9,6 +9,7 @@ from learning_models import KINDS, tiny_model
 from learning_samples import make_samples, one_by_one
 
 from offbeat.ledger.records import Batch, BatchGroup, Member
+from offbeat.trainer import attention
 from offbeat.trainer.packing import pack, plan, samples_of
 from offbeat.trainer.policy import AdamSettings, Policy
 from offbeat.trajectory import End, Segment, Trajectory
@@ -37,31 +38,62 @@ def test_packed_logprobs_and_gradients_equal_those_of_samples_taken_one_by_one(
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=2e-3, atol=2e-5)
 
 
-@pytest.mark.parametrize("short_tokens", [0, 128])
-def test_a_sliding_window_is_kept_to(short_tokens, monkeypatch):
+def windowed_model():
     from transformers import MistralConfig, MistralForCausalLM
 
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=4,
+    )
+    return MistralForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("short_tokens", [0, 128])
+def test_a_sliding_window_is_kept_to(short_tokens, monkeypatch):
     monkeypatch.setattr("offbeat.trainer.attention.SHORT_TOKENS", short_tokens)
-
-    def model():
-        torch.manual_seed(0)
-        config = MistralConfig(
-            vocab_size=40,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            sliding_window=4,
-        )
-        return MistralForCausalLM(config).eval()
-
     samples = make_samples(np.random.default_rng(1), [(6, [12, 3])])
-    policy, plain = Policy(model(), AdamSettings()), model()
+    policy, plain = Policy(windowed_model(), AdamSettings()), windowed_model()
     plain.set_attn_implementation("eager")
     got = policy.logprobs(pack(samples, range(2), CPU))
     wanted = torch.cat([one_by_one(plain, s, 1.0) for s in samples])
     torch.testing.assert_close(got, wanted.detach(), rtol=1e-4, atol=1e-5)
+
+
+def attend_run_by_run(query, key, value, query_ends, key_ends, max_queries, max_keys, *, scale, window_size):
+    """What torch's variable-length kernel computes on a GPU, one run after the other."""
+    found = []
+    ends = zip(query_ends.tolist(), query_ends[1:].tolist(), key_ends.tolist(), key_ends[1:].tolist(), strict=False)
+    for first, last, first_key, last_key in ends:
+        q, k, v = query[first:last], key[first_key:last_key], value[first_key:last_key]
+        assert len(q) <= max_queries
+        assert len(k) <= max_keys
+        repeats = q.shape[1] // k.shape[1]
+        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(repeats, 1)) * scale
+        behind = torch.arange(len(q))[:, None] + len(k) - len(q) - torch.arange(len(k))
+        hidden = (behind < 0) | ((behind > window_size[0]) if window_size[0] >= 0 else False)
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        found.append(torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(repeats, 1)))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "windowed"])
+def test_runs_of_uneven_length_give_what_gathered_sequences_give(kind, monkeypatch):
+    samples = make_samples(np.random.default_rng(0), [(5, [3, 9, 1]), (1, [30, 4]), (7, [6]), (2, [1])])
+    found = []
+    for is_varlen in (False, True):
+        monkeypatch.setattr(attention, "takes_varlen", lambda query, value, is_varlen=is_varlen: is_varlen)
+        monkeypatch.setattr(attention, "varlen_kernel", lambda: attend_run_by_run)
+        policy = Policy(windowed_model() if kind == "windowed" else tiny_model(kind), AdamSettings())
+        got = policy.forward_backward(pack(samples, range(len(samples)), CPU), lambda one: one.logprobs.sin().sum())
+        found.append([got, *(parameter.grad for parameter in policy.parameters)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_a_groups_prompt_stands_in_the_row_once():

@@ -1,22 +1,32 @@
 """Attention over packed rows, for any transformers model.
 
 It is registered with transformers under `NAME`; a model that uses it must be called with `layout=` (see `packing`).
-Sequences are gathered from the row bucket by bucket, go through causal attention, and are put back into the row.
-Padding follows every real token, so causality hides it and no padding mask is needed.
+
+There are two forms. On NVIDIA GPUs in half precision, torch's variable-length flash attention reads queries where they
+lie in the row; a prompt's keys and values are repeated for each answer, its queries are not. Everywhere else, and for
+soft caps and sinks, sequences are gathered from the row bucket by bucket, go through causal attention, and are put back
+into the row. Padding follows every real token, so causality hides it and no padding mask is needed.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from offbeat.model.devices import is_slow
 from offbeat.model.usage import Usage, usage, window_of
-from offbeat.trainer.packing import RowLayout
+from offbeat.trainer.packing import RowLayout, Varlen
 
 NAME = "offbeat_packed"
+MAX_VARLEN_DIM = 256
+"""Largest head of torch's variable-length kernel."""
 SHORT_TOKENS = 128
 """On a CPU, buckets up to this length use plain matrix products (`_written_out`)."""
 
@@ -45,6 +55,8 @@ def packed_attention(
         return packed_attention(module, *wide, **how)[0].to(query.dtype), None  # type: ignore[arg-type]
     num_kv_heads, scale = key.shape[1], scaling if scaling is not None else query.shape[-1] ** -0.5
     is_plain, own_window = softcap is None and s_aux is None, window_of(module)
+    if is_plain and takes_varlen(query, value):
+        return _varlen(query, key, value, layout.varlen, scale, own_window), None
     results = []
     for table in layout.buckets:
         q, k, v = (_gather(states[0], table, num_kv_heads) for states in (query, key, value))
@@ -55,6 +67,68 @@ def packed_attention(
         else:
             results.append(_written_out(q, k, v, scale, window, softcap, s_aux))
     return torch.cat(results).index_select(0, layout.restore).unsqueeze(0), None
+
+
+def takes_varlen(query: Tensor, value: Tensor) -> bool:
+    """Whether torch has a kernel for sequences of uneven length for such tensors on their device."""
+    return (
+        query.device.type == "cuda"
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] == value.shape[-1]
+        and query.shape[-1] % 8 == 0
+        and query.shape[-1] <= MAX_VARLEN_DIM
+        and varlen_kernel() is not None
+    )
+
+
+@cache
+def varlen_kernel() -> Callable[..., Tensor] | None:
+    """Returns torch's attention for sequences of uneven length; None before torch 2.10. The import takes a second."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    options = inspect.signature(varlen_attn).parameters
+    if "window_size" not in options:
+        return None
+    # torch 2.11 shares KV heads among query heads unasked; later releases want to be asked
+    return partial(varlen_attn, enable_gqa=True) if "enable_gqa" in options else varlen_attn
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, layout: Varlen, scale: float, window: int | None) -> Tensor:
+    """Computes attention without padding. A run's last query stands at its last key, so causality hides later keys."""
+    attend = varlen_kernel()
+    assert attend is not None
+    keys, values = (_Repeated.apply(states[0].transpose(0, 1), layout) for states in (key, value))
+    behind = -1 if window is None else window - 1
+    found: Tensor = attend(
+        query[0].transpose(0, 1),
+        keys,
+        values,
+        layout.query_ends,
+        layout.key_ends,
+        layout.max_queries,
+        layout.max_keys,
+        scale=scale,
+        window_size=(behind, 0),
+    )
+    return found.unsqueeze(0)
+
+
+class _Repeated(torch.autograd.Function):
+    """The states of a row, (row, heads, dim), at the positions in `Varlen.keys`. In the backward pass, the gradients of
+    a repeated position are added up in a fixed order, so that equal input gives equal bits."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, layout: Varlen) -> Tensor:
+        ctx.layout = layout
+        return states.index_select(0, layout.keys)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        layout: Varlen = ctx.layout
+        flat = grads[0].flatten(1)
+        return embedding_bag(layout.uses, flat, layout.first_uses, mode="sum").unflatten(1, grads[0].shape[1:]), None
 
 
 def _gather(states: Tensor, table: Tensor, num_kv_heads: int) -> Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -140,14 +141,84 @@ BUCKET_RATIO = 0.6
 
 
 @dataclass(frozen=True)
-class RowLayout:
-    """Where the sequences (each a prompt and a response) lie in a packed row, so that attention can gather them."""
+class Varlen:
+    """Row layout for kernels that take sequences of uneven length, without padding and without moving a query.
 
-    buckets: tuple[Tensor, ...]
-    """For each bucket (samples of similar length), a (samples, length) table of row positions, padded on the right;
-    results of padding are not read."""
-    restore: Tensor
-    """For each row position, the index of its result in the buckets' concatenated results."""
+    The row is cut into runs, a prompt or the rest of a response each. The queries of a run attend to the keys of its
+    prompt and to its own. A prompt's keys are repeated for each response; `keys` says which row position each key is.
+    """
+
+    keys: Tensor
+    query_ends: Tensor
+    """0, and the end of each run in the row."""
+    key_ends: Tensor
+    """0, and the end of each run's keys in `keys`."""
+    max_queries: int
+    max_keys: int
+    uses: Tensor
+    """Indices into `keys`, sorted by the row position that they name."""
+    first_uses: Tensor
+    """For each row position, the index of its first entry in `uses`."""
+
+
+class RowLayout:
+    """Where the sequences (each a prompt and a response) lie in a packed row, in the forms that attention reads."""
+
+    def __init__(self, sequences: Sequence[np.ndarray], runs: Sequence[tuple[int, np.ndarray]], device: torch.device):
+        self.sequences, self.runs, self.device = sequences, runs, device
+        """Row positions of each sequence; for each run of `Varlen`, its number of queries and its keys."""
+
+    @property
+    def buckets(self) -> tuple[Tensor, ...]:
+        """For each bucket (samples of similar length), a (samples, length) table of row positions, padded on the right;
+        results of padding are not read."""
+        return self._gathered[0]
+
+    @property
+    def restore(self) -> Tensor:
+        """For each row position, the index of its result in the buckets' concatenated results."""
+        return self._gathered[1]
+
+    @cached_property
+    def _gathered(self) -> tuple[tuple[Tensor, ...], Tensor]:
+        sequences = self.sequences
+        order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
+        groups: list[list[int]] = []
+        for i in order:
+            if not groups or len(sequences[i]) < BUCKET_RATIO * len(sequences[groups[-1][0]]):
+                groups.append([])
+            groups[-1].append(i)
+        buckets, restore, offset = [], np.zeros(self._size, np.int64), 0
+        for group in groups:
+            length = len(sequences[group[0]])
+            table = np.zeros((len(group), length), np.int64)
+            for line, i in enumerate(group):
+                table[line, : len(sequences[i])] = sequences[i]
+                restore[sequences[i]] = offset + line * length + np.arange(len(sequences[i]))
+            buckets.append(_to(table, self.device))
+            offset += table.size
+        return tuple(buckets), _to(restore, self.device)
+
+    @cached_property
+    def varlen(self) -> Varlen:
+        keys = np.concatenate([own for _, own in self.runs])
+        counts, num_keys = [count for count, _ in self.runs], [len(own) for _, own in self.runs]
+        ends = [_to(np.cumsum([0, *each]).astype(np.int32), self.device) for each in (counts, num_keys)]
+        first_uses = np.cumsum([0, *np.bincount(keys, minlength=self._size)[:-1]])
+        uses = np.argsort(keys, kind="stable")
+        return Varlen(
+            keys=_to(keys, self.device),
+            query_ends=ends[0],
+            key_ends=ends[1],
+            max_queries=max(counts),
+            max_keys=max(num_keys),
+            uses=_to(uses, self.device),
+            first_uses=_to(first_uses, self.device),
+        )
+
+    @property
+    def _size(self) -> int:
+        return sum(count for count, _ in self.runs)
 
 
 @dataclass(frozen=True)
@@ -199,6 +270,7 @@ def pack(samples: Sequence[Sample], chosen: Sequence[int], device: torch.device)
     """Packs the samples with the indices `chosen` into one row; `chosen` must be in the order of `plan`."""
     row, positions, predict, target_row, targets = [], [], [], [], []
     sequences: list[np.ndarray] = []
+    runs: list[tuple[int, np.ndarray]] = []
     size = num_predict = 0
     prompt_id, prompt_at, prompt_predicts = None, np.zeros(0, np.int64), 0
     for i in chosen:
@@ -209,6 +281,7 @@ def pack(samples: Sequence[Sample], chosen: Sequence[int], device: torch.device)
             positions.append(np.arange(len(sample.prompt)))
             prompt_at = np.arange(size, size + len(sample.prompt))
             size += len(sample.prompt)
+            runs.append((len(sample.prompt), prompt_at))
             predict.append(prompt_at[-1:])
             prompt_predicts = num_predict
             num_predict += 1
@@ -217,6 +290,8 @@ def pack(samples: Sequence[Sample], chosen: Sequence[int], device: torch.device)
         row.append(sample.response[:own])
         positions.append(np.arange(len(sample.prompt), len(sample.prompt) + own))
         sequences.append(np.concatenate([prompt_at, own_at]))
+        if own:
+            runs.append((own, sequences[-1]))
         predict.append(own_at)
         if sample.num_tokens:
             target_row.append(np.concatenate([[prompt_predicts], np.arange(num_predict, num_predict + own)]))
@@ -224,34 +299,21 @@ def pack(samples: Sequence[Sample], chosen: Sequence[int], device: torch.device)
         size += own
         num_predict += own
 
-    def tensor(parts: Sequence[np.ndarray]) -> Tensor:
-        return torch.as_tensor(np.concatenate(parts).astype(np.int64), device=device)
+    def joined(parts: Sequence[np.ndarray]) -> Tensor:
+        return _to(np.concatenate(parts).astype(np.int64), device)
 
     return Microbatch(
         samples=tuple(chosen),
-        tokens=tensor(row),
-        positions=tensor(positions),
-        layout=_layout(sequences, size, device),
-        predict_from=tensor(predict),
-        target_row=tensor(target_row) if target_row else torch.zeros(0, dtype=torch.int64, device=device),
-        targets=tensor(targets),
+        tokens=joined(row),
+        positions=joined(positions),
+        layout=RowLayout(sequences, runs, device),
+        predict_from=joined(predict),
+        target_row=joined(target_row) if target_row else torch.zeros(0, dtype=torch.int64, device=device),
+        targets=joined(targets),
     )
 
 
-def _layout(sequences: Sequence[np.ndarray], size: int, device: torch.device) -> RowLayout:
-    order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
-    runs: list[list[int]] = []
-    for i in order:
-        if not runs or len(sequences[i]) < BUCKET_RATIO * len(sequences[runs[-1][0]]):
-            runs.append([])
-        runs[-1].append(i)
-    buckets, restore, offset = [], np.zeros(size, np.int64), 0
-    for run in runs:
-        length = len(sequences[run[0]])
-        table = np.zeros((len(run), length), np.int64)
-        for line, i in enumerate(run):
-            table[line, : len(sequences[i])] = sequences[i]
-            restore[sequences[i]] = offset + line * length + np.arange(len(sequences[i]))
-        buckets.append(torch.as_tensor(table, device=device))
-        offset += table.size
-    return RowLayout(tuple(buckets), torch.as_tensor(restore, device=device))
+def _to(array: np.ndarray, device: torch.device) -> Tensor:
+    """Returns the array as a tensor on `device`. A copy to a GPU does not wait for the work that is queued there."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

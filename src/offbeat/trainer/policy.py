@@ -8,9 +8,10 @@ equal bits.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,10 +23,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from offbeat.errors import UserError
-from offbeat.model.lora import published_tensors
+from offbeat.model.lora import AdapterDisabled, published_tensors
 from offbeat.model.usage import (
     Usage,
     distance,
@@ -37,8 +37,12 @@ from offbeat.model.usage import (
     without_random,
 )
 from offbeat.trainer.attention import use_packed_attention
+from offbeat.trainer.compiling import compile_layers, layers_of, uncompiled
 from offbeat.trainer.not_finite import NotFinite
+from offbeat.trainer.output_head import OutputHead, exceeds_chunk
 from offbeat.trainer.packing import Microbatch, Sample, pack
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -71,17 +75,20 @@ class Policy:
         model: PreTrainedModel,
         adam: AdamSettings,
         temperature: float = 1.0,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool | float = False,
         has_value_head: bool = False,
+        compiles: bool = False,
     ):
+        """`gradient_checkpointing` is True for all layers or the share of layers; `compiles`: compile them."""
         self.usage = use_packed_attention(model)
         self.model, self.temperature, self.adam = model, temperature, adam
+        self.is_compiled = compiles and compile_layers(model)
         self.device = next(model.parameters()).device
         self.num_threads = torch.get_num_threads()
         self.num_updates = 0
         """Number of updates begun since this object was made; while it is unchanged, so are the weights."""
         if gradient_checkpointing:
-            checkpoint_layers(model)
+            checkpoint_layers(model, float(gradient_checkpointing))
         self.head = ValueHead(model) if has_value_head else None
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if self.head is not None:
@@ -99,7 +106,8 @@ class Policy:
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter:
                 parameter.register_post_accumulate_grad_hook(_add_to(master))
-        check_forward(model, self.usage)
+        self._outputs: dict[int, OutputHead | None] = {}
+        check_forward(model, self.usage, self.is_compiled)
 
     def use_threads(self) -> None:
         """Lets torch use as many threads as when this policy was made; an embedded engine may have set fewer."""
@@ -108,18 +116,45 @@ class Policy:
     @torch.no_grad()
     def logprobs(self, microbatch: Microbatch, model: PreTrainedModel | None = None) -> Tensor:
         """Returns the targets' log-probs, without gradients, under `model` (same architecture); None: the policy's."""
-        return forward(model or self.model, microbatch, self.temperature, self.usage).logprobs
+        model = model or self.model
+        output = self._output_head(model, microbatch)
+        return forward(model, microbatch, self.temperature, self.usage, output=output).logprobs
 
     @torch.no_grad()
     def infer(self, microbatch: Microbatch) -> Forward:
         """Runs a forward pass without gradients; returns log-probs and, with a value head, values."""
-        return forward(self.model, microbatch, self.temperature, self.usage, self.head)
+        return self._forward(microbatch)
 
     def forward_backward(self, microbatch: Microbatch, loss: LossFunction) -> Tensor:
         """Adds the gradient of one micro-batch's loss to the gradients; returns the targets' log-probs, detached."""
-        found = forward(self.model, microbatch, self.temperature, self.usage, self.head)
+        found = self._forward(microbatch)
         loss(found).backward()
         return found.logprobs.detach()
+
+    def _forward(self, microbatch: Microbatch) -> Forward:
+        output = self._output_head(self.model, microbatch)
+        return forward(self.model, microbatch, self.temperature, self.usage, self.head, output)
+
+    def _output_head(self, model: PreTrainedModel, microbatch: Microbatch) -> OutputHead | None:
+        """Returns the output layer of `model` if the micro-batch's logits should be computed in chunks, else None."""
+        model = model.model if isinstance(model, AdapterDisabled) else model
+        vocabulary = model.config.get_text_config().vocab_size
+        if not exceeds_chunk(len(microbatch.targets), vocabulary):
+            return None
+        if id(model) not in self._outputs:
+            self._outputs[id(model)] = self._find_output_head(model)
+        return self._outputs[id(model)]
+
+    def _find_output_head(self, model: PreTrainedModel) -> OutputHead | None:
+        tokens = torch.tensor(probe_tokens(model, 5), device=self.device)[None]
+        with uncompiled(self.is_compiled), without_random(model):
+            found = OutputHead.of(model, tokens)
+        if found is None:
+            log.warning("%s: logits are computed all at once, which takes more memory", kind_of(model))
+            return None
+        masters = {id(p): master for p, master in zip(self.parameters, self.masters, strict=True)}
+        found.gradient_of, found.fuses = lambda weight: masters.get(id(weight)), self.is_compiled
+        return found
 
     def update(self, lr: float) -> float:
         """Makes one optimizer update from the accumulated gradients; returns their norm before clipping. If a gradient
@@ -230,33 +265,51 @@ def learning_rate(step: int, lr: float, schedule: str, warmup_steps: int, num_st
 
 
 def forward(
-    model: PreTrainedModel, microbatch: Microbatch, temperature: float, usage: Usage, head: ValueHead | None = None
+    model: PreTrainedModel,
+    microbatch: Microbatch,
+    temperature: float,
+    usage: Usage,
+    head: ValueHead | None = None,
+    output: OutputHead | None = None,
 ) -> Forward:
-    found = outputs(model, microbatch, usage, head)
-    logits = found.logits.float()
+    """Runs the model over a micro-batch. With `output`, logits are computed in chunks; None: all at once."""
+    found = outputs(model, microbatch, usage, head, output)
+    rows = microbatch.target_row
+    values = None if found.values is None else found.values[rows]
+    if output is not None:
+        return Forward(output.logprobs(found.rows, rows, microbatch.targets, temperature), values)
+    logits = found.rows.float()
     if temperature != 1.0:
         logits = logits / temperature
-    chosen = logits[microbatch.target_row, microbatch.targets]
-    logprobs = chosen - torch.logsumexp(logits, dim=-1)[microbatch.target_row]
-    return Forward(logprobs, None if found.values is None else found.values[microbatch.target_row])
+    chosen = logits[rows, microbatch.targets]
+    return Forward(chosen - torch.logsumexp(logits, dim=-1)[rows], values)
 
 
 class Outputs(NamedTuple):
-    """Logits, and values of a value head if there is one, at the positions `Microbatch.predict_from`."""
+    """What the model computes at the positions `Microbatch.predict_from`."""
 
-    logits: Tensor
+    rows: Tensor
+    """Logits, or inputs of the output layer if the logits are computed in chunks."""
     values: Tensor | None
+    """Values of the value head; None without one."""
 
 
-def outputs(model: PreTrainedModel, microbatch: Microbatch, usage: Usage, head: ValueHead | None = None) -> Outputs:
+def outputs(
+    model: PreTrainedModel,
+    microbatch: Microbatch,
+    usage: Usage,
+    head: ValueHead | None = None,
+    output: OutputHead | None = None,
+) -> Outputs:
     """Runs the model over a micro-batch's packed row if `usage.packs`, otherwise over one padded row per sample."""
+    run = partial(_at, model, usage=usage, head=head, output=output)
     if usage.packs:
         inputs = {
             "input_ids": microbatch.tokens[None],
             "position_ids": microbatch.positions[None],
             "layout": microbatch.layout,
         }
-        return _at(model, inputs, microbatch.predict_from, usage, head, slice(None))
+        return run(inputs, microbatch.predict_from, cells=slice(None))
     # Index of each prediction in the concatenated rows of all buckets.
     cells, start = microbatch.layout.restore[microbatch.predict_from], 0
     found, wanted = [], []
@@ -266,28 +319,32 @@ def outputs(model: PreTrainedModel, microbatch: Microbatch, usage: Usage, head: 
         start += table.numel()
         columns, inverse = column.unique(return_inverse=True)
         inputs = {"input_ids": microbatch.tokens[table]}
-        found.append(_at(model, inputs, columns, usage, head, row * len(columns) + inverse))
+        found.append(run(inputs, columns, cells=row * len(columns) + inverse))
     back = torch.cat(wanted).argsort()
     values = None if head is None else torch.cat([one.values for one in found if one.values is not None])[back]
-    return Outputs(torch.cat([one.logits for one in found])[back], values)
+    return Outputs(torch.cat([one.rows for one in found])[back], values)
 
 
 def _at(
     model: PreTrainedModel,
     inputs: dict[str, Any],
     columns: Tensor,
+    *,
+    cells: Tensor | slice,
     usage: Usage,
     head: ValueHead | None,
-    cells: Tensor | slice,
+    output: OutputHead | None,
 ) -> Outputs:
     """Runs the model and returns outputs at chosen positions: those at `columns` of every row are joined, row after
     row, and of these the ones with the indices `cells` are returned."""
     options = {"logits_to_keep": columns} if usage.picks_logits else {}
-    logits = model(**inputs, **options, use_cache=False).logits
+    with nullcontext([]) if output is None else output.deferred() as hidden:
+        logits = model(**inputs, **options, use_cache=False).logits
+    rows = hidden[0] if hidden else logits
     values = None if head is None else head.values()
     if not usage.picks_logits:
-        logits, values = logits[:, columns], None if values is None else values[:, columns]
-    return Outputs(logits.flatten(0, 1)[cells], None if values is None else values.flatten()[cells])
+        rows, values = rows[:, columns], None if values is None else values[:, columns]
+    return Outputs(rows.flatten(0, 1)[cells], None if values is None else values.flatten()[cells])
 
 
 class ValueHead:
@@ -318,18 +375,20 @@ class ValueHead:
         return self.linear(hidden.float()).squeeze(-1)
 
 
-def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Turns on gradient checkpointing: each layer keeps only its inputs. transformers' own switch needs training mode,
-    which would turn on dropout and router noise; here the model stays in evaluation mode."""
-    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+def checkpoint_layers(model: PreTrainedModel, share: float = 1.0) -> None:
+    """Turns on gradient checkpointing for a share of the layers, evenly spread: these keep only their inputs.
+    transformers' own switch needs training mode, which would turn on dropout and router noise; here the model stays in
+    evaluation mode."""
+    layers = layers_of(model)
     if not layers:
-        raise UserError(f"model.gradient_checkpointing = true: {kind_of(model)} does not support it; set it to false")
-    for layer in layers:
-        again = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-        layer.forward = again
+        raise UserError(f"model.gradient_checkpointing: {kind_of(model)} does not support it; set it to false")
+    for i, layer in enumerate(layers):
+        if int((i + 1) * share) > int(i * share):
+            again = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+            layer.forward = again  # type: ignore[method-assign]
 
 
-def check_forward(model: PreTrainedModel, usage: Usage) -> None:
+def check_forward(model: PreTrainedModel, usage: Usage, is_compiled: bool = False) -> None:
     """Raises a `UserError` if a sample's log-probs depend on the rest of its micro-batch, or if the backward pass
     fails.
 
@@ -343,7 +402,7 @@ def check_forward(model: PreTrainedModel, usage: Usage) -> None:
         together = logits.split([sample.num_tokens for sample in samples])
         for sample, found in list(zip(samples, together, strict=True))[1:]:
             tokens = np.concatenate([sample.prompt, sample.response[:-1]])
-            with torch.no_grad():
+            with torch.no_grad(), uncompiled(is_compiled):
                 alone = own_logits(model, torch.as_tensor(tokens, device=model.device)[None])
             gap, allowed = distance(found, alone[0, len(sample.prompt) - 1 :]), max_distance(model)
             if gap is not None and not gap <= allowed:
@@ -365,7 +424,7 @@ def _forward_backward(model: PreTrainedModel, batch: Microbatch, usage: Usage) -
     hook = model.get_input_embeddings().register_forward_hook(cut_graph)
     try:
         with torch.enable_grad():
-            logits = outputs(model, batch, usage).logits
+            logits = outputs(model, batch, usage).rows
             torch.autograd.grad(logits.sum(), embedded, allow_unused=True)
     finally:
         hook.remove()

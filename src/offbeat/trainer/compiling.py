@@ -1,0 +1,60 @@
+"""Compiled layers: `torch.compile` for each decoder layer of the policy, on NVIDIA GPUs.
+
+All layers share their code, so one layer is compiled for all, with row lengths left open. Compiled kernels are kept in
+the user's cache folder, so a restarted trainer reads them instead of compiling again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from offbeat.trainer import attention
+
+log = logging.getLogger(__name__)
+
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+MAX_VARIANTS = 64
+"""Compiled forms of one function; torch's default of 8 is too few for models whose layers differ in kind."""
+
+
+def layers_of(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
+    return [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+
+
+def compile_layers(model: PreTrainedModel) -> bool:
+    """Makes the decoder layers compile at their first pass; returns whether the model has any. Attention over packed
+    rows stays as it is, because it calls a kernel of its own."""
+    layers = layers_of(model)
+    if not layers:
+        return False
+    os.environ.setdefault(CACHE_VARIABLE, str(cache_folder()))
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_VARIANTS)
+    AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.packed_attention))
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]
+    return True
+
+
+def undo_compile(model: PreTrainedModel) -> None:
+    """Gives the layers their own forward pass back."""
+    for layer in layers_of(model):
+        layer.__dict__.pop("forward", None)
+
+
+def uncompiled(is_compiled: bool) -> AbstractContextManager[object]:
+    """Context in which compiled layers run as they are written."""
+    return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+
+
+def cache_folder() -> Path:
+    """Folder for compiled kernels, in the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offbeat" / "kernels"

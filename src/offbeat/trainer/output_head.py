@@ -1,0 +1,194 @@
+"""The policy's output layer: log-probs of chosen tokens without the logits of all of them in memory.
+
+Logits of 16,384 tokens over 152,000 words take 10 GB in float32, and a plain backward pass holds three more copies.
+`OutputHead` computes them a chunk of tokens at a time. It keeps one number per token, the log of the sum of the
+exponentials, and computes each chunk's logits again in the backward pass. The gradient of the output layer's weights
+is added up in float32, directly in the master's gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from offbeat.model.usage import own_logits
+
+CHUNK_BYTES = 2**29
+"""Size of a chunk's logits in float32. A larger chunk is no faster: 880 tokens of 152,000 words fill a GPU."""
+CHUNK_MULTIPLE = 128
+"""Chunks are multiples of this many tokens where possible, as the tiles of matrix products are."""
+
+
+@dataclass
+class OutputHead:
+    """A model's output layer and what the model does to its logits: `softcap` bounds them, `scale` multiplies them."""
+
+    layer: nn.Linear
+    scale: float = 1.0
+    softcap: float | None = None
+    gradient_of: Callable[[nn.Parameter], Tensor | None] = lambda weight: weight
+    """Function from a weight to the float32 tensor whose `grad` is to get the weight's gradient; None: not trained."""
+    fuses: bool = False
+    """Whether to compile the work on logits, which reads them once instead of six times."""
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, model: PreTrainedModel, tokens: Tensor) -> OutputHead | None:
+        """Returns the model's output head; None if its logits cannot be computed from the output layer's input alone,
+        as a forward pass over a row of `tokens` shows."""
+        layer = model.get_output_embeddings()
+        if type(layer) is not nn.Linear:
+            return None
+        config = model.config.get_text_config()
+        cap = getattr(config, "final_logit_softcapping", None)
+        scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1)
+        head = cls(layer, scale, cap)
+        seen: list[Tensor] = []
+        hook = layer.register_forward_hook(lambda module, args, output: seen.append(args[0]))
+        try:
+            logits = own_logits(model, tokens)
+        finally:
+            hook.remove()
+        if len(seen) != 1 or seen[0].shape[:-1] != logits.shape[:-1]:
+            return None
+        own = _adjusted(layer(seen[0]), head.scale, head.softcap).float()
+        return head if own.shape == logits.shape and torch.allclose(own, logits.float(), rtol=1e-2, atol=1e-3) else None
+
+    @contextmanager
+    def deferred(self) -> Iterator[list[Tensor]]:
+        """Makes the model skip its output layer within the block. The yielded list gets the layer's input of each
+        forward pass; the model's logits are meaningless meanwhile."""
+        hidden: list[Tensor] = []
+
+        def keep(states: Tensor) -> Tensor:
+            hidden.append(states)
+            return states[..., :1].detach()
+
+        self.layer.forward = keep  # type: ignore[method-assign]
+        try:
+            yield hidden
+        finally:
+            del self.layer.forward
+
+    def logprobs(self, hidden: Tensor, rows: Tensor, targets: Tensor, temperature: float) -> Tensor:
+        """Returns the log-probs of `targets`. `rows` says which row of `hidden` (rows, width) predicts each of them."""
+        found: Tensor = _ChunkedLogprobs.apply(hidden, rows, targets, temperature, self)
+        return found
+
+    @property
+    def chunk_tokens(self) -> int:
+        tokens = CHUNK_BYTES // (4 * self.layer.out_features)
+        return max(tokens // CHUNK_MULTIPLE * CHUNK_MULTIPLE, min(tokens, CHUNK_MULTIPLE), 1)
+
+
+def exceeds_chunk(num_targets: int, vocabulary: int) -> bool:
+    """Whether the logits of so many targets take more memory than a chunk."""
+    return num_targets * vocabulary * 4 > CHUNK_BYTES
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """Log-probs of targets, by chunks; see `OutputHead`. Only `hidden` gets its gradient through autograd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, rows: Tensor, targets: Tensor, temperature: float, head: OutputHead
+    ) -> Tensor:
+        logprobs, sums = torch.empty(2, len(targets), dtype=torch.float32, device=hidden.device)
+        measure = _compiled(_measure) if head.fuses else _measure
+        for start in range(0, len(targets), head.chunk_tokens):
+            part = slice(start, start + head.chunk_tokens)
+            logits = linear(hidden.index_select(0, rows[part]), head.layer.weight, head.layer.bias)
+            logprobs[part], sums[part] = measure(logits, targets[part], temperature, head.scale, head.softcap)
+        ctx.save_for_backward(hidden, rows, targets, sums)
+        ctx.temperature, ctx.head = temperature, head
+        return logprobs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, rows, targets, sums = ctx.saved_tensors
+        head: OutputHead = ctx.head
+        weight, bias = head.layer.weight, head.layer.bias
+        back = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        slope = _compiled(_slope) if head.fuses else _slope
+        for start in range(0, len(targets), head.chunk_tokens):
+            part = slice(start, start + head.chunk_tokens)
+            chosen = hidden.index_select(0, rows[part])
+            logits = linear(chosen, weight, bias)
+            wrong = slope(logits, targets[part], sums[part], grads[0][part], ctx.temperature, head.scale, head.softcap)
+            back.index_add_(0, rows[part], (wrong @ weight).float())
+            _add(head.gradient_of(weight), lambda wrong=wrong, chosen=chosen: _product(wrong.t(), chosen))
+            if bias is not None:
+                _add(head.gradient_of(bias), lambda wrong=wrong: wrong.float().sum(0))
+        return back.to(hidden.dtype), None, None, None, None
+
+
+def _adjusted(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Returns what a model makes of its output layer's `logits`."""
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    return logits if scale == 1.0 else logits * scale
+
+
+def _measure(
+    logits: Tensor, targets: Tensor, temperature: float, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Returns the targets' log-probs, and the log of the sum of the exponentials of each row of `logits`."""
+    adjusted = _adjusted(logits, scale, softcap).float()
+    if temperature != 1.0:
+        adjusted = adjusted / temperature
+    sums = torch.logsumexp(adjusted, dim=-1)
+    return adjusted.gather(1, targets[:, None])[:, 0] - sums, sums
+
+
+def _slope(
+    logits: Tensor,
+    targets: Tensor,
+    sums: Tensor,
+    grads: Tensor,
+    temperature: float,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """Returns the gradient of the output layer's `logits`, in their dtype, given `grads` of the targets' log-probs."""
+    adjusted = _adjusted(logits, scale, softcap).float()
+    shares = torch.exp((adjusted if temperature == 1.0 else adjusted / temperature) - sums[:, None])
+    is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    found = (is_target.to(shares.dtype) - shares) * (grads * (scale / temperature))[:, None]
+    if softcap is not None:
+        found = found * (1 - (adjusted / (scale * softcap)).square())
+    return found.to(logits.dtype)
+
+
+_made: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    if function not in _made:
+        _made[function] = torch.compile(function, dynamic=True)
+    return _made[function]
+
+
+def _product(one: Tensor, other: Tensor) -> Tensor:
+    """Returns the matrix product in float32."""
+    if one.dtype == torch.float32:
+        return one @ other
+    if one.device.type == "cuda":
+        return torch.mm(one, other, out_dtype=torch.float32)
+    return one.float() @ other.float()
+
+
+def _add(owner: Tensor | None, gradient: Callable[[], Tensor]) -> None:
+    """Adds a gradient to that of `owner`; None: the gradient is not wanted, and not computed."""
+    if owner is None:
+        return
+    if owner.grad is None:
+        owner.grad = gradient().reshape(owner.shape)
+    else:
+        owner.grad.add_(gradient().reshape(owner.shape))
