@@ -68,8 +68,8 @@ class Bursts:
         self._have, self._left = np.zeros(shape), np.zeros(shape)
         self._by_age = np.zeros((*shape[:2], terms.max_staleness + 1))
         self._begun, self._is_alive = np.zeros(shape[:2]), np.zeros(shape[:2], bool)
-        """For each place of a lane (room for one group): the round in which its group got its first token, negative for
-        initial survivors; and whether the place is taken."""
+        """Two values for each place (room for one group) of a lane: the round in which its group got its first token,
+        which is negative for initial survivors; and whether the place is taken."""
         num, ages = len(have), np.minimum(ages, terms.max_staleness)
         self._have[:, :num], self._left[:, :num] = have, left
         self._by_age[:, np.arange(num), ages] = have.sum(axis=1)  # all counted as old as the first token
@@ -269,8 +269,7 @@ class Outlook:
 
 @dataclass(frozen=True)
 class _Answers:
-    """Unfinished groups (`have`, `left` and `ages` as in `Bursts`), and answer lengths of new groups (`fresh`), in
-    order."""
+    """Unfinished groups (`have`, `left` and `ages` are as in `Bursts`), and answer lengths of new groups (`fresh`)."""
 
     have: np.ndarray
     left: np.ndarray
@@ -330,7 +329,7 @@ def _draw_answers(
 
 
 def _stratified(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-    """Draws standard normal numbers, one from each of equally likely ranges, so that even a few have the right tail."""
+    """Draws standard normal numbers, one from each of equally likely ranges, so that even a small sample has a tail."""
     num = shape[0] * shape[1]
     return score((rng.permutation(num) + rng.random(num)) / num).reshape(shape)
 

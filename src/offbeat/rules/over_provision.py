@@ -78,8 +78,8 @@ KEEP_GAIN = 0.015
 """Gain over a factor of 1 below which the factor returns to 1; lower than MIN_GAIN, so that it does not alternate."""
 HYSTERESIS = 0.03
 IDLE_LEAD = 0.01
-"""Part of a factor's predicted lead over the current one that is not accumulated from version to version, because the
-rates of equally good factors differ this much by chance."""
+"""Part of a factor's predicted lead over the current factor that is not accumulated from version to version: equally
+good factors differ this much by chance."""
 EARLY = 2.0
 """Caution after few predictions, which are off by several per cent: with n averaged, the required gain and lead are
 multiplied by 1 + EARLY / n."""
@@ -110,7 +110,7 @@ class Decision:
     reason: str
     """Explanation in one line, for people."""
     predicted_tokens_per_s: float | None = None
-    """None if nothing could be predicted, as for the other predictions."""
+    """None if nothing could be predicted; the other predictions are then None too."""
     predicted_step_s: float | None = None
     predicted_off_policy_share: float | None = None
 
