@@ -3,10 +3,10 @@
 Guarantees: a task never has more than one trajectory. Submitting the same bytes again changes nothing; other bytes
 under the same fence are a conflict, and an old fence is refused. A stored trajectory answers the issued prompt within
 the issued length, continues the partial that was issued with it, and ends as it claims: by a stop token or at full
-length. All its tokens are sampled, and each segment names a published version. If the task requires a step, all
-versions are of that step; otherwise at least one may still be trained. Each segment is stored with the worker that
-submitted it first. A trajectory that arrives after its task has ended is stored and counts as wasted. A refused
-submission does not affect the others.
+length. All its tokens are sampled, and each segment names a published version. If the task requires a step, all these
+versions are of that step; otherwise the tokens of at least one may still be trained. Each segment is stored with the
+worker that submitted it first. A trajectory that arrives after its task has ended is stored and counts as wasted. A
+refused submission does not affect the others.
 """
 
 from __future__ import annotations
