@@ -57,7 +57,7 @@ class Address:
             raise UserError(
                 f"serve.host = {self.host!r} is reachable from other machines, so TLS is needed; set serve.certificate "
                 "and serve.key, or serve.behind_proxy if a proxy ends TLS, or listen on 127.0.0.1; within a private "
-                'network, serve.certificate = "plain" does without'
+                'network, serve.certificate = "plain" turns TLS off'
             )
         for key, file in (("certificate", self.certificate), ("key", self.key)):
             if file is not None and not file.is_file():
