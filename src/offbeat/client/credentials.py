@@ -1,4 +1,4 @@
-"""Stores a member's credentials on disk, so that it is the same worker after a restart, and reads its join token."""
+"""Stores a member's credentials on disk, so that the member keeps its name after a restart, and reads join tokens."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def own_secret(path: Path, token: str) -> str:
 
 
 def read_token(file: Path | None, environment: Mapping[str, str] = os.environ) -> str:
-    """Returns the join token from `file`; None: from the environment, or else from a person at the terminal. Never from
-    a command line, which other users can read."""
+    """Returns the join token from `file`. If `file` is None, takes it from the environment, or else from a person at
+    the terminal, but never from the command line, which other users can read."""
     if file is None:
         token = environment.get(TOKEN_VARIABLE, "").strip()
         if not token and sys.stdin is not None and sys.stdin.isatty():

@@ -68,8 +68,8 @@ class CoordinatorSources:
 
 
 async def fill(connection: Connection, path: str, part: Path, num_bytes: int) -> None:
-    """Downloads the coordinator's file at URL path `path` into the file `part`, which may hold its first bytes already,
-    until `part` has `num_bytes`. Resumes whenever the connection breaks."""
+    """Downloads a file of `num_bytes` bytes from the coordinator's URL path `path` into the file `part`. Continues
+    after the bytes that `part` already has, and resumes whenever the connection breaks."""
     part.touch()
     retry = connection.retry(f"GET {path}")
     while (have := part.stat().st_size) != num_bytes:

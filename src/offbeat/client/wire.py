@@ -71,7 +71,7 @@ def compress(data: bytes) -> bytes:
 
 
 def decompressed_size(data: bytes) -> int:
-    """Returns the decompressed size that a zstd frame declares; raises `Malformed` without one, to limit memory."""
+    """Returns the decompressed size that a zstd frame declares; raises `Malformed` if it declares none."""
     try:
         size = zstandard.get_frame_parameters(data).content_size
     except zstandard.ZstdError as error:
