@@ -297,7 +297,7 @@ SPARSE_BELOW = 0.5
 """Largest share of changed elements for which `sparse` is tried: above it, `shift` is faster and, with normally spread
 updates, no larger."""
 SURE_SHARE = 0.25
-"""A sparse code of at most this share of the raw bytes is used without trying others: no dense code is so small."""
+"""A sparse code of at most this share of the raw bytes is used without trying other codings: none is so small."""
 BLOCK_ITEMS = 1 << 17
 """Elements compared at a time: few enough to stay in a core's cache until their changes are read. This saved up to a
 third of the time on two busy cores (measured with 1 % of elements changed)."""
