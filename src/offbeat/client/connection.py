@@ -264,7 +264,7 @@ class Connection:
 
 class Outage:
     """Time in which no call to the coordinator is answered. Warns of it after `OUTAGE_AFTER_S`, then ever more rarely,
-    and says when it is over. All calls of a connection share one object, so that calls that fail together warn once."""
+    and says when it is over. A connection's calls share one `Outage`, so that calls that fail together warn once."""
 
     def __init__(self, url: str, patience_s: float | None, clock: Callable[[], float] = time.monotonic):
         self._url, self._patience_s, self._clock = url, patience_s, clock
@@ -316,7 +316,7 @@ class Retry:
 
 
 async def _check(response: aiohttp.ClientResponse, data: bytes) -> None:
-    """Raises `DamagedInTransit` unless `data` matches the digest in the response's header."""
+    """Raises `DamagedInTransit` if `data` does not match the digest in the response's header."""
     digest = wire.read_digest(response.headers, wire.CONTENT_DIGEST)
     if digest is None:
         raise DamagedInTransit(

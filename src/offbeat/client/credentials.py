@@ -39,7 +39,9 @@ def load(path: Path) -> Credentials | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise UserError(f"{path}: the worker's credentials cannot be read: {error.strerror}") from error
+        raise UserError(
+            f"{path}: the worker's credentials cannot be read: {error.strerror}; check owner and permissions"
+        ) from error
     if path.stat().st_mode & 0o077:
         raise UserError(f"{path}: other users can read the secret in it; run chmod 600 {path}")
     try:
@@ -56,7 +58,9 @@ def save(path: Path, credentials: Credentials) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, msgspec.json.format(msgspec.json.encode(credentials)), mode=0o600)
     except OSError as error:
-        raise UserError(f"{path}: the worker's credentials cannot be written: {error.strerror}") from error
+        raise UserError(
+            f"{path}: the worker's credentials cannot be written: {error.strerror}; check owner and permissions"
+        ) from error
 
 
 def own_secret(path: Path, token: str) -> str:

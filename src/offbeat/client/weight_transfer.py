@@ -36,8 +36,8 @@ class CoordinatorSources:
         return (await self._connection.get("/v1/signers", wire.Signers)).keys
 
     async def peers(self, site: str, host: str, port: int, root_bytes_per_s: float | None) -> wire.SourceList:
-        """Tells the coordinator where this worker serves pieces of weights (`host`, `port`). Returns the peers, other
-        workers, from which to fetch pieces before asking the root (coordinator or store).
+        """Tells the coordinator where this worker serves pieces of weights (`host`, `port`). Returns the peers (other
+        workers) from which to fetch pieces before asking the root (coordinator or store).
 
         `port` = 0: the worker serves no pieces. `host` = "": its address is the one from which it calls.
         `root_bytes_per_s` is the rate measured from the root; None: not measured.

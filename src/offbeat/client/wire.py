@@ -257,7 +257,7 @@ class Nothing(WireCall):
 
 
 class Welcome(msgspec.Struct, frozen=True):
-    """Answer to `Join`: the worker's name and role, and the run's name and configuration."""
+    """Answer to `Join`."""
 
     worker: FileName
     role: Role

@@ -434,9 +434,9 @@ def provisioning_of(
 ) -> Provisioning:
     """Returns the object that holds or chooses a run's over-provision factor.
 
-    A number in `configured` is the factor. With "auto", the factor follows the trainer's idle time if `overlapped`, the
-    largest staleness of a run whose generation overlaps with training, is given. Otherwise the event model with the
-    settings `rounds` chooses it. If both are None, the factor is 1.
+    A number in `configured` is the factor. With "auto", the factor follows the trainer's idle time if generation
+    overlaps with training; `overlapped` is then the largest staleness, else None. Without overlap, the event model
+    chooses the factor, with the settings `rounds`. If both are None, the factor is 1.
     """
     if configured != "auto":
         return Provisioning(configured)

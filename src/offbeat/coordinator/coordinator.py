@@ -1,8 +1,8 @@
 """The coordinator: leases tasks, accepts trajectories, has them scored, and gives the trainer its batches.
 
-The decisions are made in `rules` and the state is kept in the ledger; this module connects workers, trainer, judges and
-ledger. All essential state is in the ledger, so the coordinator may be killed at any moment and restarted on the same
-ledger: workers that kept running still hold their leases. Every call is acknowledged only after its commit.
+This module connects workers, trainer, judges and ledger; the decisions are made in `rules`. All essential state is in
+the ledger, so the coordinator may be killed at any moment and restarted: workers that kept running still hold their
+leases. Every call is acknowledged only after its commit.
 """
 
 from __future__ import annotations
@@ -210,8 +210,8 @@ class CoordinatorSettings:
     overlap: bool = False
     """Whether workers keep generating while the trainer trains."""
     over_provision: float | Literal["auto"] = 1.0
-    """Over-provision factor. "auto": chosen during the run, with overlap from the trainer's idle time, otherwise by the
-    event model."""
+    """Over-provision factor. "auto" chooses it during the run: with overlap by the trainer's idle time, otherwise by
+    the event model."""
     rounds: EventModelConfig | None = None
     """Settings of the event model, which chooses the factor if it is "auto" and there is no overlap; without them, that
     factor is 1."""

@@ -54,7 +54,7 @@ CROSS JOIN tasks t ON t.group_id = s.id CROSS JOIN rewards r ON r.task = t.id
 WHERE o.purpose = 'train' AND o.reissue_of IS NULL AND o.source = :source AND o.source_ordinal = :source_ordinal
     AND s.batch IS NOT :batch AND s.reason IS NOT 'abandoned' AND r.value IS NOT NULL AND r.seq <= :last_reward
 """
-"""Query for rewards of a prompt's groups outside the batch; only rewards stored before the batch was claimed."""
+"""Query for the rewards that a prompt's groups outside the batch had when the batch was claimed."""
 
 
 class SiblingRewards(NamedTuple):
@@ -248,8 +248,8 @@ def _may_change(db: Database, count: int, oldest: int) -> bool:
 
 def _eligible(db: Database, step: int, count: int, oldest: int, in_order: bool) -> list[tuple[Any, ...]]:
     """Loads the groups that selection has to see: the unfinished ones, the first `count` ready ones in selection order,
-    and all that may have tokens too old or of an abandoned version. Other groups cannot be in the batch; leaving them
-    out keeps the cost independent of the number of waiting groups."""
+    and all that may have tokens that are too old or of an abandoned version. Other groups cannot be in the batch;
+    leaving them out keeps the cost independent of the number of waiting groups."""
     values = {"step": step, "oldest": oldest, "count": count}
     columns, due = "id, ordinal, state, require_step, first_step", "(require_step IS NULL OR require_step <= :step)"
     unfinished = f"SELECT {columns} FROM groups WHERE state = 'open' AND purpose = 'train' AND {due}"

@@ -36,7 +36,7 @@ def store(blobs: Blobs, digest: bytes, body: bytes) -> bytes | None:
 
 
 def read(blobs: Blobs, digest: bytes, body: bytes | None) -> bytes:
-    """Returns the bytes of a body from its row's `body` column, or from its file if that is None."""
+    """Returns the bytes of a body from its row's `body` column, or from its file if the column is None."""
     return blobs.read(digest) if body is None else body
 
 

@@ -2,7 +2,8 @@
 
 Guarantees: every ordinal (number of a training group) is drawn once, and the groups of one prompt (siblings) are drawn
 one after another. At most one group per ordinal is alive or trained. Nothing is reset in place: a retried prompt is a
-new group with new tasks. A group without a signal (all rewards equal) is dropped; the next prompt takes its place.
+new group with new tasks. A group without a signal (all rewards equal) may be dropped; then the next prompt takes its
+place.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Guarantees: one worker at a time holds a task, under a fence (a number that grows with every lease). A task that
 requires a version goes only to a worker that has it. A task that failed `max_attempts` times ends as failed, with the
-reason; a failure counts once, however often it is reported. When a worker vanishes, at most one of its tasks counts a
-failure (`offbeat.rules.leases.culprit`). A returned task or a restart of the coordinator counts no failure: otherwise a
-run that is killed often would train on other data than an undisturbed run.
+reason; a failure counts once, however often it is reported. When a worker vanishes, at most one of its tasks is blamed
+for a failure (`offbeat.rules.leases.culprit`). Returning a task or restarting the coordinator is no failure: otherwise
+a run that is killed often would train on other data than an undisturbed run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ OPEN_EVAL = f"{OPEN} AND (purpose <> 'eval') < 1"
 TO_RETRY = "t.state = 'open' AND t.fence > 0 AND t.failed_fence = t.fence"
 """Condition for open tasks whose last attempt failed."""
 NUM_NEAR = 8
-"""A lease first loads this many open groups, plus one per task wanted; the others, often hundreds, seldom matter."""
+"""Number of open groups that a lease loads first, plus one per task wanted. The others, often hundreds, seldom
+matter."""
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ class Folder:
         journal = folder / f"{LEDGER}-wal"
         if journal.exists() and journal.stat().st_size:
             raise UserError(
-                f"backup folder {folder} holds a ledger in use; give an empty folder or one of earlier backups"
+                f"backup folder {folder} holds a ledger in use; give an empty folder, or one with earlier backups"
             )
 
     def blobs(self) -> set[bytes]:

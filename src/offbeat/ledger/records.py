@@ -15,7 +15,7 @@ from offbeat.trajectory import End, Reward, Sampling, Trajectory
 
 @dataclass(frozen=True)
 class LedgerTerms:
-    """Settings of a run that its ledger applies, given when the ledger is opened."""
+    """Settings of a run that its ledger applies."""
 
     groups_per_step: int | None = None
     """Number of groups in a batch, which also paces leases; None: leases are not paced and no batch can be claimed."""

@@ -97,7 +97,7 @@ class TrajectoryFilter:
 
     @property
     def conditions(self) -> str:
-        """The condition of each field that is set, for a query like `ROWS` with the fields as parameters."""
+        """SQL conditions of the fields that are set, for a query like `ROWS` with the fields as parameters."""
         found = [f"AND {CONDITIONS[name]}" for name, value in vars(self).items() if value is not None]
         return " ".join(found)
 

@@ -172,8 +172,8 @@ def _drop_abandoned_groups(db: Database) -> int:
 
 def _reset_first_step(db: Database, step: int) -> None:
     """Resets `first_step`, the step of the oldest version that sampled for a group, in every group that an abandoned
-    version began. It becomes NULL in an open group without leased tasks, so that any version may begin the group, and
-    `step`, the checkpoint's step, in all others."""
+    version began. In an open group without leased tasks it becomes NULL, so that any version may begin the group. In
+    all others it becomes `step`, the checkpoint's step."""
     db.execute(
         """UPDATE groups SET first_step = IIF(state = 'open' AND NOT EXISTS (
                SELECT 1 FROM tasks WHERE group_id = groups.id AND state = 'leased'), NULL, :step)

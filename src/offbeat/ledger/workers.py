@@ -106,7 +106,7 @@ class Workers(Database):
         """Returns a new token with which one worker may join within `minutes`; stores only its hash."""
         if not 0 < minutes <= MAX_MINUTES:
             raise UserError(
-                f"minutes is {minutes:g}; a join token must be valid for more than 0 and at most {MAX_MINUTES}"
+                f"minutes is {minutes:g}; a join token is valid for more than 0 and at most {MAX_MINUTES} minutes"
             )
         token, now = secrets.token_urlsafe(SECRET_BYTES), self.wall_clock()
         self.execute(

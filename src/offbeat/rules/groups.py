@@ -197,8 +197,8 @@ class GroupVerdict(StrEnum):
 
 
 def settle(size: int, num_scored: int, num_failed: int, min_group: int) -> GroupVerdict:
-    """Returns whether a group of `size` members is open, ready or failed. It needs `min_group` scored members, or all
-    its members if it has fewer."""
+    """Returns whether a group of `size` members is open, ready or failed. To be ready, it needs `min_group` scored
+    members, or all members if it has fewer."""
     if size - num_failed < min(min_group, size):
         return GroupVerdict.FAILED
     return GroupVerdict.READY if num_scored + num_failed == size else GroupVerdict.OPEN

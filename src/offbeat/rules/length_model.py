@@ -134,7 +134,7 @@ MAX_RECORDS = 8192
 TAIL = 0.25
 """Share of the records, the longest ones, to which the power law for still longer answers is fitted."""
 MAX_GROUPS = 64
-"""Number of latest groups from which the shared variance is estimated, which takes one or two milliseconds."""
+"""Number of latest groups from which the shared variance is estimated."""
 
 
 @dataclass(slots=True)

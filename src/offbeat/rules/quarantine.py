@@ -101,9 +101,9 @@ OWN_MARGIN = 4.0
 """A worker may take this many times as long as the longest answer would take at its own slowest pace; then it is
 overdue. Engines slow down as they fill up and while they load weights."""
 FLEET_MARGIN = 8.0
-"""The same factor for a worker without an answer, which is judged by the median of the other workers' slowest paces. A
-larger factor would make the others wait too long for its tasks. Most answers are far shorter than the longest, so even
-a machine that is much slower than the others has time for its first answer."""
+"""A worker without an answer may take this many times as long as the longest answer would take at the median of the
+other workers' slowest paces. With more, all others might wait too long for its tasks. Most answers are far shorter than
+the longest, so even a machine that is much slower than the others has time for its first answer."""
 MIN_FLEET_ANSWERS = 16
 """Answers of other workers that are needed to judge a worker without an answer by their pace."""
 MAX_ENDED = 64

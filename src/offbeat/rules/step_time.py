@@ -4,8 +4,8 @@ A decode step takes base_s + per_row_s × rows + per_token_s × context, and eac
 learns these four by recursive least squares with forgetting. `FleetFit` treats several engines as one: workers pull
 tasks when they have room, so rows spread about evenly over the engines, which all step at the same time.
 
-Guarantees: no coefficient is negative. A stall of the machine changes them little, a lasting change of its speed
-changes them within about twenty observations. Engines that have left or have no model yet do not count.
+Guarantees: no coefficient is negative. A stall of the machine changes the coefficients little; a lasting change of its
+speed changes them within about twenty observations. Engines that have left or have no model yet do not count.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def _is_anchor_delta(manifest: Manifest, others: Sequence[Manifest | None]) -> b
 
 
 def _droppable(dropped: Mapping[Entry, Manifest], times: Times, before_s: float) -> list[str]:
-    """Returns the digests of the pieces that may be deleted unless a kept manifest names them: pieces last put before
+    """Returns the digests of the pieces that may be deleted if no kept manifest names them: pieces last put before
     `before_s`, and pieces not put again after the newest `dropped` manifest that names them."""
     named_s: dict[str, float] = {}
     for entry, manifest in dropped.items():

@@ -35,7 +35,7 @@ class Sources(Protocol):
     any other error may be temporary."""
 
     async def manifest(self, number: int, digest: str) -> bytes:
-        """Returns the signed manifest with `digest`; if that is "", one of the manifests of version `number`."""
+        """Returns the signed manifest with `digest`; if `digest` is "", one of the manifests of version `number`."""
 
     async def piece(self, digest: str, num_bytes: int, into: Path) -> None:
         """Downloads a piece into the file `into`; resumes if part of it is there."""
@@ -93,7 +93,7 @@ log = logging.getLogger(__name__)
 NUM_PARALLEL = 4
 """Pieces downloaded at a time: enough to fill a line with a long round trip, few enough for memory."""
 MAX_ATTEMPTS = 3
-"""Most attempts to download content that arrives whole but wrong; after these, the network is not the cause."""
+"""Most attempts to download content that arrives whole but wrong; if all fail, the network is not the cause."""
 
 
 class PieceDownloader:

@@ -39,7 +39,7 @@ PATH = re.compile(r"/pieces/(?P<piece>[0-9a-f]{64})|/manifests/(?P<number>\d{1,1
 WAIT = re.compile(r"\d{1,4}(\.\d{1,3})?")
 WRITE_BYTES = 256 * 1024
 FRESH_S, STALE_S = 10.0, 60.0
-"""Seconds for which the coordinator's list of accepted keys is used: normally, and while it cannot be reached."""
+"""Seconds for which a list of accepted keys is used: normally, and while the coordinator cannot be reached."""
 ASK_EVERY_S, ASK_WITHIN_S = 1.0, 4.0
 """Least seconds between two requests to the coordinator for accepted keys, and most seconds until it answers. A peer
 whose key is being checked waits a little longer than that for the answer to its own request."""

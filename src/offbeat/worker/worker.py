@@ -540,8 +540,9 @@ class TaskRounds:
 class Timings:
     """Measures an engine's work in successive intervals, for `rules.step_time`, as differences of its metrics.
 
-    An interval without a step is added to the next one. An engine has no timings unless it reports steps, rows (running
-    answers), context tokens and busy seconds. If it does not report prefilled tokens, prefill time counts as step time.
+    An interval without a step is added to the next one. There are timings only if the engine reports steps, rows
+    (running answers), context tokens and busy seconds. If it does not report prefilled tokens, prefill time counts as
+    step time.
     """
 
     def __init__(self, engine: Engine):

@@ -31,7 +31,7 @@ class ServerSettings:
     head_within_s: float = 10.0
     body_within_s: float = 60.0
     max_wait_s: float = 30.0
-    """Longest that one call waits for work before the caller must ask again; shorter than the timeouts of proxies."""
+    """Longest time that one call waits for work before the caller must ask again; shorter than proxies' timeouts."""
     keep_alive_s: float = 75.0
     """How long an idle connection stays open: longer than clients keep it, so that no call uses a closing
     connection."""
