@@ -36,7 +36,8 @@ def is_long_row(lengths: np.ndarray) -> np.ndarray:
 
 
 def exchanges(lengths: Sequence[int], num_long: int) -> list[tuple[int, int]]:
-    """Returns pairs of row indices, as few as possible, to exchange so that the `num_long` longest rows come first."""
+    """Returns the fewest exchanges of rows, as pairs of indices, that bring the `num_long` longest rows to the
+    front."""
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     long = set(order[:num_long])
     comes = [row for row in order[:num_long] if row >= num_long]

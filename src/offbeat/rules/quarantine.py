@@ -225,7 +225,7 @@ class Compared(NamedTuple):
     """Result of the trainer's audit of one segment: how many log-probs it recomputed, and how many were off."""
 
     num_tokens: int
-    """Number of tokens compared, which are those whose version's weights were available."""
+    """Number of tokens compared: those whose version's weights were still available."""
     num_off: int
 
 
