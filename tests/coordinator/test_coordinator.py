@@ -26,7 +26,7 @@ def test_a_worker_is_given_the_version_first_and_then_the_tasks_that_require_it(
             lease = await made.lease("w", 100, 0, SOON_S)
             assert len(lease.tasks) == 3 + 2 * 4  # the evaluation of step 0 comes first
             assert {task.require_version for task in lease.tasks} == {0}
-            assert (await made.lease("v", 8, 0, 0.0)).idle == "what may be generated now is with other workers"
+            assert (await made.lease("v", 8, 0, 0.0)).idle == "all tasks that may run now are with other workers"
 
     asyncio.run(scenario())
 

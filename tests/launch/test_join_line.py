@@ -77,5 +77,5 @@ def test_a_private_network_needs_no_certificate_if_one_says_so():
     assert (address.is_plain, address.certificate, address.has_tls) == (True, None, False)
     with pytest.raises(UserError, match="belongs to no certificate"):
         address_of(from_dict({"serve": {**serve, "key": "x.pem"}}))
-    with pytest.raises(UserError, match=r'serve\.certificate = "plain" does without'):
+    with pytest.raises(UserError, match=r'serve\.certificate = "plain" turns TLS off'):
         address_of(from_dict({"serve": {"host": "0.0.0.0"}})).check()

@@ -27,7 +27,7 @@ def test_a_trainer_that_was_replaced_can_not_commit_and_is_told_by_whom(ledger: 
     ledger.reconcile(1, 1, SECOND)
     ledger.publish(version(2, 1, 1))
     before = rows(ledger)
-    with pytest.raises(RunStopped, match=r"this run: second on box-2, since \d{4}-.*generation 2; this one has 1"):
+    with pytest.raises(RunStopped, match=r"this run: second on box-2, since \d{4}-.*generation 2; this trainer has 1"):
         ledger.as_trainer(old.generation, ledger.commit, 0, version(3, 1, 2))
     assert rows(ledger) == before
 
@@ -44,7 +44,7 @@ def test_every_start_of_a_trainer_takes_a_new_generation_and_the_latest_goes_on(
 def test_a_ledger_that_is_not_the_one_a_trainer_began_with_refuses_it(tmp_path: Path):
     with Ledger(tmp_path / "l.sqlite") as other:
         other.check_generation(0)
-        with pytest.raises(RunStopped, match=r"l\.sqlite knows trainers up to generation 0, but this one has 1"):
+        with pytest.raises(RunStopped, match=r"l\.sqlite knows trainers up to generation 0, but this trainer has 1"):
             other.check_generation(1)
 
 

@@ -41,14 +41,15 @@ ERRORS: dict[int, type[OffbeatError]] = {
 }
 BROKEN = (aiohttp.ClientError, TimeoutError, OSError)
 AGAIN = (408, 429)
-"""HTTP statuses after which a call is retried, besides 5xx; but not 504, by which the coordinator ends its own wait."""
+"""HTTP statuses after which a call is retried, besides 5xx. The exception is 504, which ends the coordinator's own
+wait."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 15.0
 MAX_RETRY_AFTER_S = 60.0
 """Longest Retry-After, in seconds, that is obeyed, because the sender may not be a coordinator."""
 OUTAGE_AFTER_S = 5.0
 """Seconds without any answer after which a person is told; until then the coordinator may just be restarting."""
 MAX_SILENT_S = 600.0
-"""Longest time between two warnings of one outage; the first ones follow closer."""
+"""Longest time between two warnings of one outage; between the first warnings, it is shorter."""
 WORTH_A_WARNING_S = 60.0
 """Seconds of waiting after which the retries of a single call are logged as warnings, while other calls succeed."""
 REQUEST_WITHIN_S = 60.0
@@ -110,7 +111,7 @@ class Connection:
         self, path: str, record: Any, answer: type[T], *, wait_s: float = 0.0, secret: str | None = None
     ) -> T:
         """POSTs `record` and returns the answer, decoded as type `answer`. The coordinator may wait up to `wait_s`
-        seconds before it answers. `secret` replaces the connection's secret in this call; None: it is not replaced."""
+        seconds before it answers. `secret`, if given, replaces the connection's secret in this call."""
         within_s = wait_s + REQUEST_WITHIN_S
         return self.decoded(
             await self.send("POST", path, wire.encode(record), within_s=within_s, secret=secret), answer
@@ -263,7 +264,7 @@ class Connection:
 
 class Outage:
     """Time in which no call to the coordinator is answered. Warns of it after `OUTAGE_AFTER_S`, then ever more rarely,
-    and says when it is over. A connection's calls share it, so that several that fail together warn once."""
+    and says when it is over. A connection's calls share one `Outage`, so that calls that fail together warn once."""
 
     def __init__(self, url: str, patience_s: float | None, clock: Callable[[], float] = time.monotonic):
         self._url, self._patience_s, self._clock = url, patience_s, clock
@@ -315,7 +316,7 @@ class Retry:
 
 
 async def _check(response: aiohttp.ClientResponse, data: bytes) -> None:
-    """Raises `DamagedInTransit` unless `data` matches the digest in the response's header."""
+    """Raises `DamagedInTransit` if `data` does not match the digest in the response's header."""
     digest = wire.read_digest(response.headers, wire.CONTENT_DIGEST)
     if digest is None:
         raise DamagedInTransit(

@@ -1,4 +1,4 @@
-"""Stores a member's credentials on disk, so that it is the same worker after a restart, and reads its join token."""
+"""Stores a member's credentials on disk, so that the member keeps its name after a restart, and reads join tokens."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def load(path: Path) -> Credentials | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise UserError(f"{path}: the worker's credentials cannot be read: {error.strerror}") from error
+        raise UserError(
+            f"{path}: the worker's credentials cannot be read: {error.strerror}; check owner and permissions"
+        ) from error
     if path.stat().st_mode & 0o077:
         raise UserError(f"{path}: other users can read the secret in it; run chmod 600 {path}")
     try:
@@ -56,7 +58,9 @@ def save(path: Path, credentials: Credentials) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, msgspec.json.format(msgspec.json.encode(credentials)), mode=0o600)
     except OSError as error:
-        raise UserError(f"{path}: the worker's credentials cannot be written: {error.strerror}") from error
+        raise UserError(
+            f"{path}: the worker's credentials cannot be written: {error.strerror}; check owner and permissions"
+        ) from error
 
 
 def own_secret(path: Path, token: str) -> str:
@@ -76,8 +80,8 @@ def own_secret(path: Path, token: str) -> str:
 
 
 def read_token(file: Path | None, environment: Mapping[str, str] = os.environ) -> str:
-    """Returns the join token from `file`; None: from the environment, or else from a person at the terminal. Never from
-    a command line, which other users can read."""
+    """Returns the join token from `file`. If `file` is None, takes it from the environment, or else from a person at
+    the terminal, but never from the command line, which other users can read."""
     if file is None:
         token = environment.get(TOKEN_VARIABLE, "").strip()
         if not token and sys.stdin is not None and sys.stdin.isatty():

@@ -40,7 +40,7 @@ MAX_REASON = 4000
 
 @dataclass(frozen=True)
 class Membership:
-    """Result of joining a run: the member's credentials and the run's configuration."""
+    """Result of joining a run."""
 
     credentials: Credentials
     config: Mapping[str, Any]
@@ -48,9 +48,8 @@ class Membership:
 
 
 async def join(connection: Connection, token: str, name: str, secret: str | None = None) -> Membership:
-    """Joins a run with a join token; returns the member's credentials and the run's configuration. `secret` becomes the
-    secret of member and connection; None: a new one is made. Joining again with the same token and secret returns the
-    same worker."""
+    """Joins a run with a join token. `secret` becomes the secret of member and connection; None: a new one is made.
+    Joining again with the same token and secret returns the same worker."""
     secret = secret or new_secret()
     call = wire.Join(name=name, secret_hash=secret_hash(secret))
     try:

@@ -29,8 +29,8 @@ class LeaseResponse:
     is_over: bool = False
     """The run has ended: there are no further tasks."""
     round: int | None = None
-    """Round to which the tasks belong that require no version; its number is that of the version that began it. These
-    tasks stop when the round ends. None: they belong to no round."""
+    """Round of those tasks that require no version, given as the number of the version that began it. These tasks stop
+    when the round ends. None: they belong to no round."""
     idle: str = ""
     """Why there are no tasks, in words for a person; "": there are some, or a version to load."""
 
@@ -82,11 +82,12 @@ class WorkerClient(Protocol):
         ...
 
     async def give_back(self, leases: Sequence[tuple[int, int]]) -> None:
-        """Gives back leases (pairs of task and fence) of tasks without new tokens; does not count as an attempt."""
+        """Gives back leases (pairs of task and fence) of tasks without new tokens. This does not count as a failure."""
         ...
 
     async def round_over(self, number: int, wait_s: float) -> bool:
-        """Returns whether the generation round that version `number` began is over; waits for it up to `wait_s`."""
+        """Waits up to `wait_s` seconds for the end of the round that version `number` began; returns whether it is
+        over."""
         ...
 
     async def timed(self, timings: Sequence[Timing]) -> None:
@@ -102,7 +103,7 @@ class WorkerClient(Protocol):
         ...
 
     async def leave(self) -> None:
-        """Leaves: releases all leases of this worker, which does not count as an attempt at their tasks."""
+        """Leaves the run: releases all leases of this worker. This does not count as a failure of their tasks."""
         ...
 
 
@@ -117,8 +118,7 @@ class TrainerClient(Protocol):
         call.
 
         `step` and `version` are those of the checkpoint (0 and None: the caller has none). `home` identifies the folder
-        of checkpoints.
-        `from_scratch` allows a trainer without a checkpoint to undo all steps of the run.
+        of checkpoints. `from_scratch` allows a trainer without a checkpoint to undo all steps of the run.
         """
         ...
 

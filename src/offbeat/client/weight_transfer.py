@@ -36,8 +36,8 @@ class CoordinatorSources:
         return (await self._connection.get("/v1/signers", wire.Signers)).keys
 
     async def peers(self, site: str, host: str, port: int, root_bytes_per_s: float | None) -> wire.SourceList:
-        """Tells the coordinator where this worker serves pieces of weights (`host`, `port`). Returns the peers, other
-        workers, from which to fetch pieces before asking the root (coordinator or store).
+        """Tells the coordinator where this worker serves pieces of weights (`host`, `port`). Returns the peers (other
+        workers) from which to fetch pieces before asking the root (coordinator or store).
 
         `port` = 0: the worker serves no pieces. `host` = "": its address is the one from which it calls.
         `root_bytes_per_s` is the rate measured from the root; None: not measured.
@@ -68,8 +68,8 @@ class CoordinatorSources:
 
 
 async def fill(connection: Connection, path: str, part: Path, num_bytes: int) -> None:
-    """Downloads the coordinator's file at URL path `path` into the file `part`, which may hold its first bytes already,
-    until `part` has `num_bytes`. Resumes whenever the connection breaks."""
+    """Downloads a file of `num_bytes` bytes from the coordinator's URL path `path` into the file `part`. Continues
+    after the bytes that `part` already has, and resumes whenever the connection breaks."""
     part.touch()
     retry = connection.retry(f"GET {path}")
     while (have := part.stat().st_size) != num_bytes:

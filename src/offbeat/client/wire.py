@@ -71,7 +71,7 @@ def compress(data: bytes) -> bytes:
 
 
 def decompressed_size(data: bytes) -> int:
-    """Returns the decompressed size that a zstd frame declares; raises `Malformed` without one, to limit memory."""
+    """Returns the decompressed size that a zstd frame declares; raises `Malformed` if it declares none."""
     try:
         size = zstandard.get_frame_parameters(data).content_size
     except zstandard.ZstdError as error:
@@ -257,7 +257,7 @@ class Nothing(WireCall):
 
 
 class Welcome(msgspec.Struct, frozen=True):
-    """Answer to `Join`: the worker's name and role, and the run's name and configuration."""
+    """Answer to `Join`."""
 
     worker: FileName
     role: Role

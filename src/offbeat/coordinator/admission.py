@@ -4,8 +4,8 @@ The next draw depends only on the ledger's cursor, so a restart neither skips no
 cannot be used, such as one that is too long, is passed over: the others keep their order.
 
 The over-provision factor is the ratio of groups in flight (drawn, but not yet trained or dropped) to groups that a step
-trains. With "auto", it is chosen at every published version, differently for generation that overlaps with training and
-for rounds (generation stops once a batch is complete). It is not stored: it is chosen afresh after a restart.
+trains. With "auto", the factor is chosen at every published version: in one way if generation overlaps with training,
+in another if it stops once a batch is complete (rounds). The factor is not stored, so a restart chooses it afresh.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class EvalPlan:
 
 
 MAX_LEFT_OUT = 1000
-"""Number of prompts left out in a row at which the run stops: their source seems to have no others."""
+"""Number of prompts left out in a row after which the run stops: their source seems to have no usable ones."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class Drawing:
         self._may_draw = True
 
     async def draw(self, over_provision: float) -> None:
-        """Draws more training groups, as long as at most `over_provision` times the groups of a step are in flight."""
+        """Draws training groups until `over_provision` times the groups of a step are in flight."""
         async with self._drawing:
             if not self._may_draw:
                 return
@@ -219,8 +219,8 @@ class Drawing:
 MAX_STILL = 0.05
 """Share of a step's time for which the trainer may be idle before `Depth` rises by one."""
 FIRST_PATIENCE, MAX_PATIENCE = 4, 128
-"""Number of steps with a busy trainer before `Depth` falls by one: at first, and at most. It doubles whenever a fall
-turns out to be too early."""
+"""Number of steps with a busy trainer after which `Depth` falls by one: its first and its largest value. It doubles
+whenever a fall turns out to be too early."""
 
 
 class Depth:
@@ -305,9 +305,11 @@ class Overlapped(Provisioning):
 
 
 MAX_TASKS = 100_000
-"""Largest number of leased tasks that are remembered; otherwise failed ones, which are not reported, would pile up."""
+"""Largest number of leased tasks that are remembered. Without a limit, failed tasks would pile up, because they are not
+reported."""
 MAX_SHARE = 0.02
-"""Largest share of the rounds' time for choosing the factor, once all choices together have taken `UNRATIONED_S`."""
+"""Largest share of the rounds' time that choosing the factor may take, once the choices have taken `UNRATIONED_S` in
+all."""
 UNRATIONED_S = 1.0
 """Seconds of choosing before `MAX_SHARE` limits it, so that a run with few rounds finds its factor in time."""
 NUM_UPDATES = 8
@@ -432,9 +434,9 @@ def provisioning_of(
 ) -> Provisioning:
     """Returns the object that holds or chooses a run's over-provision factor.
 
-    A number in `configured` is the factor. With "auto", the factor follows the trainer's idle time if `overlapped`, the
-    largest staleness of a run whose generation overlaps with training, is given. Otherwise the event model with the
-    settings `rounds` chooses it. If both are None, the factor is 1.
+    A number in `configured` is the factor. With "auto", the factor follows the trainer's idle time if generation
+    overlaps with training; `overlapped` is then the largest staleness, else None. Without overlap, the event model
+    chooses the factor, with the settings `rounds`. If both are None, the factor is 1.
     """
     if configured != "auto":
         return Provisioning(configured)

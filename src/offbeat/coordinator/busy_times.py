@@ -40,8 +40,7 @@ class BusyTimes:
         found.last_s, found.num_answers = self._clock(), found.num_answers + count
 
     def left(self, member: str) -> None:
-        """Ends the span of a member that holds no work any more: reports it, unless the member gave no answer, and
-        forgets the member."""
+        """Ends the span of a member that holds no work any more, and reports it if the member gave an answer."""
         if (found := self._open.pop(member, None)) is not None and found.num_answers:
             self._report(member, found, found.last_s)
 

@@ -1,8 +1,8 @@
 """The coordinator: leases tasks, accepts trajectories, has them scored, and gives the trainer its batches.
 
-The decisions are made in `rules` and the state is kept in the ledger; this module connects workers, trainer, judges and
-ledger. All essential state is in the ledger, so the coordinator may be killed at any moment and restarted on the same
-ledger: workers that kept running still hold their leases. Every call is acknowledged only after its commit.
+This module connects workers, trainer, judges and ledger; the decisions are made in `rules`. All essential state is in
+the ledger, so the coordinator may be killed at any moment and restarted: workers that kept running still hold their
+leases. Every call is acknowledged only after its commit.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ class CurrentRound:
         """Whether a worker that serves `have_version` may get training tasks in round `number`.
 
         Evaluation tasks are not affected. In a run without rounds, every worker may; between rounds (`number` is None),
-        none. A worker that took part in an earlier round, and still serves the version it served then, must first load
-        another. That need not be the newest: otherwise a worker on a slow line, which receives every version too late,
-        would never work.
+        no worker may. A worker that still serves the version with which it took part in an earlier round must first
+        load another. This need not be the newest version: otherwise a worker on a slow line, which receives every
+        version too late, would never work.
         """
         if not self._ledger.terms.in_rounds:
             return True
@@ -180,8 +180,8 @@ FORGET_AFTER_S = 3600.0
 taken back by then. A worker that returns later is treated as new and loses nothing."""
 FORGET_EVERY_S = 60.0
 PRESENT_S = 15.0
-"""Shortest silence after which a worker no longer counts as present; the lease time, if that is longer. An idle worker
-calls more often than this."""
+"""A worker no longer counts as present after a silence of this time or of the lease time, whichever is longer. An idle
+worker calls more often."""
 
 
 @dataclass(frozen=True)
@@ -210,11 +210,11 @@ class CoordinatorSettings:
     overlap: bool = False
     """Whether workers keep generating while the trainer trains."""
     over_provision: float | Literal["auto"] = 1.0
-    """Over-provision factor. "auto": chosen during the run, with overlap from the trainer's idle time, otherwise by the
-    event model."""
+    """Over-provision factor. "auto" chooses it during the run: with overlap by the trainer's idle time, otherwise by
+    the event model."""
     rounds: EventModelConfig | None = None
-    """Settings of the event model that chooses the factor if it is "auto" and there is no overlap; None: the factor is
-    then 1."""
+    """Settings of the event model, which chooses the factor if it is "auto" and there is no overlap; without them, that
+    factor is 1."""
     max_new_tokens: int = 1
     lease_ttl_s: float = 60.0
     keep: MaintenanceSettings = field(default_factory=MaintenanceSettings)
@@ -284,7 +284,8 @@ class Coordinator:
         self.seen: dict[str, float] = {}
         """Wall time of each member's latest call over HTTP."""
         self.only_worker = ""
-        """Only worker of a single-process run, which stops if the worker is set aside; "": the run may have several."""
+        """Name of the only worker of a single-process run, which stops if that worker is set aside; "": the run may
+        have several workers."""
         self._is_over = False
         self._checkpointed_step = -1
         self._newest: int | None = None
@@ -365,12 +366,12 @@ class Coordinator:
                 return LeaseResponse(ttl_s=ttl_s, idle=await self._why_idle(version))
 
     async def _why_idle(self, version: Version | None) -> str:
-        """Returns why there is no task for a worker that already has `version`, the version to serve. None: no version
-        is published yet."""
+        """Returns why there is no task for a worker that already has `version`, the version to serve (None: no version
+        is published yet)."""
         if version is None:
             return "the trainer has published no weights yet"
         if await self._writer.read(self.ledger.num_leased):
-            return "what may be generated now is with other workers"
+            return "all tasks that may run now are with other workers"
         return f"enough is generated; the trainer is at step {version.step + 1}"
 
     async def _hand_out(
@@ -461,7 +462,8 @@ class Coordinator:
 
     async def fail(self, worker: str, task: int, fence: int, reason: str) -> None:
         """Records that a worker failed a task; the failure counts against the worker and against the task. A worker
-        with too many failures is set aside: it gets no tasks for a while, and its failures then do not count."""
+        with too many failures is set aside: it gets no tasks for a while, and failures that it reports meanwhile do not
+        count."""
         counts = not self.fitness.aside_s(worker)
         await self._share(self.ledger.fail, worker, task, fence, "engine", reason, counts=counts)
         self.rewards.scorer.num_failed += 1
@@ -585,9 +587,9 @@ class Coordinator:
             raise
 
     def step_figures(self) -> dict[str, float]:
-        """Returns figures for a step's metrics row: the counts of partials since the last call, the over-provision
-        factor and its predictions, and, if the run may have several workers, how many are present and how many of these
-        had no task. Restarts the counts."""
+        """Returns figures for a step's metrics row: the counts of partials since the last call, and the over-provision
+        factor with its predictions. If the run may have several workers, adds how many are present and how many of
+        these had no task. Restarts the counts."""
         figures = {**self._partials.take(), **self._provisioning.figures()}
         if not self.only_worker:
             present = set(self._present_workers())

@@ -133,7 +133,7 @@ class LeaseManager:
             self.pace.granted(held, 0 if task.prefix is None else _num_sampled(task.prefix))
 
     def handed_in(self, worker: str, trajectory: Trajectory, fence: int, *, is_new: bool) -> None:
-        """Ends a task's lease, numbered `fence`, once the worker's trajectory, whole or partial, is accepted. `is_new`
+        """Ends the lease `fence` of a task, because the worker's trajectory, whole or partial, was accepted. `is_new`
         is False if an earlier call had already stored the trajectory."""
         self.leases.end([trajectory.task])
         if is_new:

@@ -1,6 +1,6 @@
 """Background upkeep: prunes and backs up the ledger after checkpoints, and deletes weights that no role needs.
 
-A failed backup, as to an unreachable bucket, is reported but does not end the run: the ledger itself is intact.
+A failed backup is reported but does not end the run: the ledger itself is intact.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class WeightGarbageCollector:
     """Deletes weights that no role can ask for any more: the files of whole versions at every new version, and the
     pieces in which versions are transferred at every `EVERY`-th version.
 
-    One deletion of pieces runs at a time. If it fails, for example because a bucket is unreachable, the error is logged
-    and the deletion is tried again with a later version.
+    One deletion of pieces runs at a time. If it fails, the error is logged and the deletion is tried again with a later
+    version.
     """
 
     def __init__(self, folder: WeightFolder | None, pieces: PieceStore | None = None):

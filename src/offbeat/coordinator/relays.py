@@ -2,9 +2,9 @@
 
 Each worker names its site, and the port at which it serves pieces, if any. It gets the addresses of its chain of relays
 (`offbeat.weights.relay_tree`), nearest first. The root, which is the coordinator or the run's store, is always the last
-resort and is not listed. A worker that falls silent is no longer used as a relay. A worker may name another address
-than the one from which it calls only within `serve.peer_networks`: otherwise it could direct its whole site to any
-machine.
+resort and is not listed. A worker that falls silent is no longer used as a relay. The address that a worker names may
+differ from the one it calls from only within `serve.peer_networks`: otherwise the worker could direct its whole site to
+any machine.
 
 Each pair of workers of a site has its own key. It is the hash of two random numbers, one per worker, which are drawn at
 the worker's first call, dropped when it leaves, and never written to disk. The keys of a worker that has left or was

@@ -179,7 +179,8 @@ class Scorer:
         shaping: Shaping | None = None,
         untried: Collection[str] = (),
     ):
-        """`log_path` is named in errors. `untried`: names of reward parts with a weight, not yet seen in any reward."""
+        """`log_path` is named in errors. `untried` are the names of weighted reward parts that no reward has contained
+        yet."""
         self.decode, self.watch, self.log_path, self.shaping = decode, watch, log_path, shaping or Shaping()
         self.num_failed = 0
         self._unseen, self._has_seen_some = set(untried), False

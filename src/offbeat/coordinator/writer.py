@@ -120,7 +120,7 @@ class Writer:
             self._writing = asyncio.get_running_loop().create_task(self._write())
 
     async def _write(self) -> None:
-        """Makes all waiting calls, also of cancelled callers, in one transaction after another until none is left."""
+        """Makes all waiting calls, including those of cancelled callers, in one transaction after another."""
         calls: list[_Call] = []
         try:
             await asyncio.sleep(0)  # lets further calls of this loop iteration join

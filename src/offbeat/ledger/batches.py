@@ -4,13 +4,13 @@ Guarantees: a claim selects groups, checks the staleness of their tokens at the 
 batch, all in one transaction. A token is never trained if it is staler than the bound, was given (not sampled), or was
 sampled from an abandoned version.
 
-Only the latest trainer may change a run. Every trainer that begins takes the next generation and names it in each of
-its calls; a call under an older generation is refused in its own transaction.
+Only the latest trainer may change a run. A trainer gets the next generation (a number) when it starts, and sends it
+with each of its calls. A call with an older generation is refused within the call's own transaction.
 
 An answer that is claimed without its siblings is a group of size 1; its siblings are the other groups drawn for the
 same prompt. A batch sees only the sibling rewards stored before its claim, so its advantages do not depend on when it
 is loaded. Answers of abandoned versions do not count: their groups were re-issued with the same seed, so the same
-answer would count twice. A group that was dropped as stale keeps its reward.
+answer would count twice. The reward of a group that was dropped as stale still counts.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CROSS JOIN tasks t ON t.group_id = s.id CROSS JOIN rewards r ON r.task = t.id
 WHERE o.purpose = 'train' AND o.reissue_of IS NULL AND o.source = :source AND o.source_ordinal = :source_ordinal
     AND s.batch IS NOT :batch AND s.reason IS NOT 'abandoned' AND r.value IS NOT NULL AND r.seq <= :last_reward
 """
-"""Query for rewards of a prompt's groups outside the batch; only rewards stored before the batch was claimed."""
+"""Query for the rewards that a prompt's groups outside the batch had when the batch was claimed."""
 
 
 class SiblingRewards(NamedTuple):
@@ -68,7 +68,7 @@ class SiblingRewards(NamedTuple):
 
 
 def sibling_rewards(db: Database, batch: int) -> dict[int, SiblingRewards]:
-    """Returns, by group id, the rewards of the siblings (same prompt) of each group of size 1 in a batch."""
+    """Returns the `SiblingRewards` of each group of size 1 in a batch, by group id."""
     query = """SELECT g.source, g.source_ordinal, g.id, o.id
                FROM groups g CROSS JOIN groups o INDEXED BY groups_drawn ON o.purpose = 'train' AND o.reissue_of IS NULL
                    AND o.source = g.source AND o.source_ordinal = g.source_ordinal AND o.sibling = 0
@@ -95,9 +95,9 @@ _PARTS = msgspec.json.Decoder(tuple[Reward, ...])
 class Batches(Versions):
     @transactional
     def claim(self, step: int, *, in_order: bool = True) -> Batch | None:
-        """Returns the batch of `step`, which the first successful claim chooses for good; None while too few groups are
-        ready. A new batch must be of the latest version's step or, once that step has a batch, of the step after it.
-        Takes groups by ordinal if `in_order`, else those begun first (`rules.groups.select`)."""
+        """Returns the batch of `step`; None while too few groups are ready. The first successful claim chooses the
+        batch, by `rules.groups.select`; later claims return the same one. A new batch must be of the latest version's
+        step or, once that step has a batch, of the step after it."""
         newest = self.latest_version()
         found = _living_batch(self, step)
         if found is None:
@@ -114,8 +114,9 @@ class Batches(Versions):
     def commit(
         self, step: int, version: Version, audited: Sequence[int] = (), compared: Sequence[ComparedSegment] = ()
     ) -> None:
-        """Records that the batch of `step` was trained and produced `version`. An audit left the `audited` tasks out of
-        the training; `compared` holds its result for each segment. A repeated commit changes nothing."""
+        """Records that the batch of `step` was trained and produced `version`. `audited` are the tasks that an audit
+        left out of the training; `compared` holds the audit's result for each segment. A repeated commit changes
+        nothing."""
         batch = _living_batch(self, step)
         if batch is None:
             raise Unknown(f"step {step} cannot be committed: no batch was claimed for it")
@@ -157,25 +158,26 @@ class Batches(Versions):
         return found
 
     def as_trainer(self, generation: int, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Runs `call` in one transaction if `generation` is the latest trainer's; raises if another has taken over."""
+        """Runs `call` in one transaction if `generation` is the latest trainer's; raises if another trainer has taken
+        over."""
         with self.transaction():
             self.check_generation(generation)
             return call(*args, **kwargs)
 
     def check_generation(self, generation: int) -> None:
-        """Raises `RunStopped` unless `generation`, the number of a trainer's start, is that of the latest trainer.
-        Before the first trainer, the number must be 0."""
+        """Raises `RunStopped` if `generation` (the number of a trainer's start) is not that of the latest trainer.
+        Before the first trainer it must be 0."""
         newest = latest_trainer(self)
         known = 0 if newest is None else newest.generation
         if generation < known:
             raise RunStopped(
-                f"another trainer has taken over this run: {newest} (generation {known}; this one has {generation}); "
-                "end one of the two"
+                f"another trainer has taken over this run: {newest} (generation {known}; this trainer has "
+                f"{generation}); end one of the two"
             )
         if generation > known:
             raise RunStopped(
-                f"ledger {self.path} knows trainers up to generation {known}, but this one has {generation}: it is not "
-                "the ledger that this trainer began with; start the trainer again"
+                f"ledger {self.path} knows trainers up to generation {known}, but this trainer has {generation}: it "
+                "began with another ledger; start the trainer again"
             )
 
     @transactional
@@ -186,7 +188,7 @@ class Batches(Versions):
 
 
 def is_batch_claimed(db: Database) -> bool:
-    """Whether a batch is claimed and not trained yet; only the latest batch can be."""
+    """Whether a batch is claimed and not trained yet. Batches are trained in order, so only the latest is checked."""
     row = db.execute("SELECT state FROM batches WHERE state <> 'undone' ORDER BY step DESC LIMIT 1").fetchone()
     return row is not None and row[0] == BatchState.CLAIMED
 
@@ -233,8 +235,8 @@ def _choose(db: Database, step: int, from_version: int | None, in_order: bool) -
 
 
 def _may_change(db: Database, count: int, oldest: int) -> bool:
-    """Returns False if a claim would neither take nor drop a group: too few are ready and no group can be too old.
-    A claim is tried after every stored reward, so this cheap check is its usual cost."""
+    """Whether a claim could take or drop groups: it cannot if too few are ready and none can be too old. This check
+    must be cheap, because a claim is tried after every stored reward."""
     ready = "SELECT 1 FROM groups INDEXED BY groups_alive WHERE state = 'ready' AND purpose = 'train'"
     query = f"""SELECT (SELECT COUNT(*) FROM ({ready} LIMIT :count)) = :count
                     OR EXISTS ({ready} AND first_step IS NULL) OR EXISTS ({ready} AND first_step < :oldest)
@@ -246,8 +248,8 @@ def _may_change(db: Database, count: int, oldest: int) -> bool:
 
 def _eligible(db: Database, step: int, count: int, oldest: int, in_order: bool) -> list[tuple[Any, ...]]:
     """Loads the groups that selection has to see: the unfinished ones, the first `count` ready ones in selection order,
-    and all that may have tokens too old or of an abandoned version. Other groups cannot be in the batch; leaving them
-    out keeps the cost independent of the number of waiting groups."""
+    and all that may have tokens that are too old or of an abandoned version. Other groups cannot be in the batch;
+    leaving them out keeps the cost independent of the number of waiting groups."""
     values = {"step": step, "oldest": oldest, "count": count}
     columns, due = "id, ordinal, state, require_step, first_step", "(require_step IS NULL OR require_step <= :step)"
     unfinished = f"SELECT {columns} FROM groups WHERE state = 'open' AND purpose = 'train' AND {due}"
@@ -342,7 +344,7 @@ def load(db: Database, batch: int) -> Batch:
 
 
 def _ages(db: Database, trajectories: Sequence[Trajectory], step: int, max_staleness: int) -> list[np.ndarray]:
-    """Returns the staleness of each response token, -1 where the token may not be trained: one array per trajectory.
+    """Returns one array per trajectory: the staleness of each response token, or -1 if the token may not be trained.
     The arrays are views of one large array, because most trajectories are short."""
     segments = [segment for trajectory in trajectories for segment in trajectory.segments]
     known = versions.lineage(db, {s.version for s in segments if s.version is not None})
@@ -406,7 +408,7 @@ def mark_trained(db: Database, batch: int) -> None:
 
 @dataclass(frozen=True)
 class TrainerRecord:
-    """One start of a trainer; a restart has a record, and a generation, of its own."""
+    """One start of a trainer. Each restart has its own record and generation."""
 
     generation: int
     name: str

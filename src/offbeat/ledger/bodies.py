@@ -36,7 +36,7 @@ def store(blobs: Blobs, digest: bytes, body: bytes) -> bytes | None:
 
 
 def read(blobs: Blobs, digest: bytes, body: bytes | None) -> bytes:
-    """Returns the bytes of a body from its row's `body` column, or from its file if that is None."""
+    """Returns the bytes of a body from its row's `body` column, or from its file if the column is None."""
     return blobs.read(digest) if body is None else body
 
 
@@ -97,8 +97,8 @@ UNFINISHED = ".new"
 class Blobs:
     """Large bodies as files beside the ledger, named by the digest of their bytes: `blobs/ab/DIGEST`.
 
-    Guarantees: after `write` the file and its folder entry survive a power cut, so a transaction that names the file
-    may commit; `read` returns the bytes that were written or raises. The name depends only on the content, so a
+    Guarantees: after `write`, the file and its folder entry survive a power cut, so a transaction that names the file
+    may commit. `read` returns the bytes that were written, or raises. The name depends only on the content, so a
     repeated write is harmless. A crash before the commit leaves at most a file that no row names; `sweep` removes it.
     """
 

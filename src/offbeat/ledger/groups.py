@@ -2,7 +2,8 @@
 
 Guarantees: every ordinal (number of a training group) is drawn once, and the groups of one prompt (siblings) are drawn
 one after another. At most one group per ordinal is alive or trained. Nothing is reset in place: a retried prompt is a
-new group with new tasks. A group without a signal (all rewards equal) is dropped; the next prompt takes its place.
+new group with new tasks. A group without a signal (all rewards equal) may be dropped; then the next prompt takes its
+place.
 """
 
 from __future__ import annotations
@@ -202,8 +203,8 @@ def _num_drawn_before(db: Database, step: int, ordinal: int) -> int:
 
 
 def drop(db: Database, groups: Sequence[int], reason: Drop, at_step: int | None = None) -> None:
-    """Drops groups and their unfinished tasks. `at_step` is given only with reason `NO_SIGNAL`: the first step without
-    a batch, under which `num_without_signal` counts the groups."""
+    """Drops groups and their unfinished tasks. `at_step` is given only with reason `NO_SIGNAL`. It is the first step
+    without a batch, for which `num_without_signal` counts the groups."""
     if not groups:
         return
     query = """SELECT p.task FROM tasks t JOIN partials p ON p.task = t.id AND p.state = 'kept'
@@ -221,8 +222,8 @@ def drop(db: Database, groups: Sequence[int], reason: Drop, at_step: int | None 
 
 def reissue(db: Database, groups: Sequence[int], *, with_new_seed: bool, for_step: int | None = None) -> list[int]:
     """Admits the prompts of dropped groups again, as new groups with the same ordinals; returns the new groups' ids.
-    With `with_new_seed`, this counts as a retry and changes the seed. If a dropped group required a step, its new group
-    requires `for_step`, or the same step if that is None. The new group waits until the required step has a version."""
+    With `with_new_seed`, this counts as a retry and changes the seed. If a dropped group required a step, the new group
+    requires `for_step`, or the same step if `for_step` is None, and waits until that step has a version."""
     rows = []
     for group in groups:
         values = db.execute(f"SELECT {COPIED} FROM groups WHERE id = ?", (group,)).fetchone()

@@ -2,9 +2,9 @@
 
 Guarantees: one worker at a time holds a task, under a fence (a number that grows with every lease). A task that
 requires a version goes only to a worker that has it. A task that failed `max_attempts` times ends as failed, with the
-reason; a failure counts once, however often it is reported. When a worker vanishes, at most one of its tasks counts a
-failure (`offbeat.rules.leases.culprit`). Returning a task and restarting the coordinator count none: otherwise a run
-that is killed often would train on different data than an undisturbed one.
+reason; a failure counts once, however often it is reported. When a worker vanishes, at most one of its tasks is blamed
+for a failure (`offbeat.rules.leases.culprit`). Returning a task or restarting the coordinator is no failure: otherwise
+a run that is killed often would train on other data than an undisturbed run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ OPEN_EVAL = f"{OPEN} AND (purpose <> 'eval') < 1"
 TO_RETRY = "t.state = 'open' AND t.fence > 0 AND t.failed_fence = t.fence"
 """Condition for open tasks whose last attempt failed."""
 NUM_NEAR = 8
-"""A lease first loads this many open groups, plus one per task wanted; the others, often hundreds, seldom matter."""
+"""Number of open groups that a lease loads first, plus one per task wanted. The others, often hundreds, seldom
+matter."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,9 @@ class Leasing(Groups):
         only_eval: bool = False,
         skips_failed: bool = False,
     ) -> list[Task]:
-        """Leases up to `capacity` open tasks that require `have_version` or no version. Leases fewer if the others are
-        the share of other workers, or would be too stale before they could be trained. With `terms.in_rounds`, leases
-        only evaluation tasks while a batch is being trained. For the other parameters see `LeaseRequest`."""
+        """Leases up to `capacity` open tasks that require `have_version` or no version. Leases fewer if the rest is
+        left to other workers, or would become too stale before it could be trained. With `terms.in_rounds`, leases only
+        evaluation tasks while a batch is being trained. For the other parameters see `LeaseRequest`."""
         only_eval = only_eval or (self.terms.in_rounds and is_batch_claimed(self))
         request = LeaseRequest(worker, capacity, have_version, total_slots, only_eval, skips_failed)
         if capacity <= 0:
@@ -255,9 +256,9 @@ def _num_begin(db: Database, step: int | None, next_step: int) -> int | None:
 
 
 def _open_groups(db: Database, limit: int = -1, request: LeaseRequest | None = None) -> list[OpenGroup]:
-    """Loads the first `limit` groups with open tasks, in the order of `OpenGroup.order`; -1: all groups. With
-    `request`, leaves out the groups and tasks that it excludes: training groups if `only_eval`, and tasks whose last
-    attempt its worker failed if `skips_failed`."""
+    """Loads the first `limit` groups with open tasks (all if `limit` is -1), in the order of `OpenGroup.order`. Leaves
+    out what `request` excludes: training groups if `only_eval`, and tasks whose last attempt this worker failed if
+    `skips_failed`."""
     query = f"""SELECT id, ordinal, purpose = 'eval', size, num_open, require_version, first_step
                 FROM {OPEN if request is None else request.table}
                 ORDER BY purpose <> 'eval', num_open = size, ordinal, id LIMIT ?"""
@@ -283,8 +284,8 @@ def _open_groups(db: Database, limit: int = -1, request: LeaseRequest | None = N
 
 
 def _away(db: Database, groups: Sequence[int], request: LeaseRequest) -> set[int]:
-    """Returns those of `groups` whose open tasks have partials (unfinished answers), all from workers other than the
-    requesting one. Empty if no other worker has slots."""
+    """Returns those of `groups` whose open tasks have partials (unfinished answers), but none from the requesting
+    worker. Empty if no other worker has slots."""
     if not groups or request.is_alone:
         return set()
     query = """SELECT t.group_id, p.worker = ? FROM json_each(?) g
@@ -368,8 +369,8 @@ def sampling_of(text: str) -> Sampling:
 
 
 def check_lease(task: int, worker: str, fence: int, *, holder: str | None, newest: int) -> None:
-    """Checks the lease that `worker` names. Raises unless `worker` is `holder` and `fence` is `newest`: the worker and
-    the fence of the task's latest lease."""
+    """Raises if a lease is not its task's latest one. `worker` and `fence` belong to the lease to check, `holder` and
+    `newest` to the latest lease."""
     if fence < newest:
         raise Fenced(f"lease {fence} of task {task} is over: the task was leased again (lease {newest})")
     if fence > newest:

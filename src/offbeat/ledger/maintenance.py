@@ -35,7 +35,8 @@ PAGES = 1024
 """Pages copied between two pauses (4 MB), so that a backup does not keep the disk busy."""
 PAUSE_S = 0.002
 MAX_ATTEMPTS = 5
-"""Attempts at a backup: if pruning removes a file before it is copied, a new snapshot no longer names that file."""
+"""Attempts at a backup. If pruning removes a file before it is copied, the next attempt takes a new snapshot, which no
+longer names that file."""
 NAMED = """
 SELECT digest FROM trajectories WHERE body IS NULL AND pruned = 0
 UNION ALL SELECT digest FROM partials WHERE body IS NULL AND state = 'kept'
@@ -98,7 +99,7 @@ class Folder:
         journal = folder / f"{LEDGER}-wal"
         if journal.exists() and journal.stat().st_size:
             raise UserError(
-                f"backup folder {folder} holds a ledger in use; give an empty folder or one of earlier backups"
+                f"backup folder {folder} holds a ledger in use; give an empty folder, or one with earlier backups"
             )
 
     def blobs(self) -> set[bytes]:

@@ -104,7 +104,7 @@ CREATE TABLE set_aside (
 """
 
 MIGRATIONS: dict[int, str] = {5: TO_SCHEMA_6}
-"""SQL that upgrades a ledger to the next schema, by the schema that it upgrades from."""
+"""SQL that upgrades a ledger to the next schema, by the number of the old schema."""
 FUNCTIONS: tuple[tuple[str, int, Callable[..., bytes]], ...] = (("reward_digest", 4, reward_digest),)
 """Python functions that the SQL calls: name, number of arguments, function."""
 
@@ -145,7 +145,7 @@ def upgrade(path: Path) -> None:
 
 
 def _schema(connection: sqlite3.Connection) -> int | None:
-    """Returns the schema of a ledger; None for an empty file or one that is not a ledger, which `Database` reports."""
+    """Returns the schema of a ledger; None if the file is empty or not a ledger, which `Database` will report."""
     try:
         return int(connection.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()[0])
     except (sqlite3.DatabaseError, TypeError, ValueError):

@@ -49,8 +49,8 @@ def mark_continued(db: Database, tasks: Iterable[int]) -> None:
 
 
 def contributors(db: Database, task: int) -> list[tuple[str, int]]:
-    """Returns the workers that sampled the beginning of a task's trajectory. For each partial that the trajectory
-    continues, in order: the worker that submitted the partial, and the number of sampled tokens up to its end. Only
+    """Returns which workers sampled the beginning of a task's trajectory: for each partial that the trajectory
+    continues, in order, the worker that submitted the partial and the number of sampled tokens up to its end. Only
     partials after the last wasted one count."""
     query = """SELECT worker, num_sampled_tokens FROM partials WHERE task = :task AND state <> 'wasted'
                AND seq > (SELECT COALESCE(MAX(seq), 0) FROM partials WHERE task = :task AND state = 'wasted')

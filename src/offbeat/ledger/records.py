@@ -15,7 +15,7 @@ from offbeat.trajectory import End, Reward, Sampling, Trajectory
 
 @dataclass(frozen=True)
 class LedgerTerms:
-    """Settings of a run that its ledger applies, given when the ledger is opened."""
+    """Settings of a run that its ledger applies."""
 
     groups_per_step: int | None = None
     """Number of groups in a batch, which also paces leases; None: leases are not paced and no batch can be claimed."""
@@ -184,7 +184,7 @@ class Scores(NamedTuple):
     """Changes that a call of `score` made in the ledger."""
 
     num_tasks: int
-    """Number of tasks whose reward or failure was stored; the other results came for tasks that did not wait."""
+    """Number of tasks whose reward or failure was stored. Results for tasks that did not wait for one do not count."""
     num_dropped: int
     """Number of groups dropped; others may be admitted in their place."""
 
@@ -200,7 +200,7 @@ class Member:
     staleness: np.ndarray
     """Staleness of each response token; -1 if it may not be trained: given, too stale, or of an abandoned version."""
     is_proven: bool = True
-    """Whether audits so far found every worker that sampled it honest (`offbeat.rules.quarantine`)."""
+    """Whether audits have found all workers that sampled the trajectory to be honest (`offbeat.rules.quarantine`)."""
 
     @property
     def mask(self) -> np.ndarray:

@@ -52,7 +52,7 @@ class AnswersInHand(NamedTuple):
     num_eval: int
     """Answers of the evaluation in progress."""
     num_eval_wanted: int
-    """Answers of that whole evaluation; 0: none is in progress."""
+    """Number of answers that this evaluation needs in all; 0: none is in progress."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class TrajectoryRow:
     state: str
     """State of the trajectory's group."""
     step: int | None
-    """Step, counted from 1, whose batch holds the trajectory; None before it is claimed. Of an evaluation: the number
-    of steps trained before it."""
+    """Step, counted from 1, whose batch holds the trajectory; None before it is claimed. For an evaluation: number of
+    steps trained before the evaluation."""
     reward: float | None
     error: str | None
     num_tokens: int
@@ -84,7 +84,8 @@ class TrajectoryRow:
 
 @dataclass(frozen=True)
 class TrajectoryFilter:
-    """Which trajectories to report; None: no condition. Rewards outside the bounds, and missing ones, are left out."""
+    """Conditions on the trajectories to report; a field that is None sets no condition. A trajectory without a reward
+    does not fulfil a condition on the reward."""
 
     purpose: str | None = None
     step: int | None = None
@@ -96,7 +97,7 @@ class TrajectoryFilter:
 
     @property
     def conditions(self) -> str:
-        """The condition of each field that is set, for a query like `ROWS` with the fields as parameters."""
+        """SQL conditions of the fields that are set, for a query like `ROWS` with the fields as parameters."""
         found = [f"AND {CONDITIONS[name]}" for name, value in vars(self).items() if value is not None]
         return " ".join(found)
 
@@ -226,7 +227,7 @@ class RunReport:
     num_partials: int = 0
     """Number of partials that wait to be continued or are being continued."""
     suspects: Mapping[int, int] = field(default_factory=dict)
-    """Number of unfinished tasks by how many workers vanished while holding them, 1 or more."""
+    """Number of unfinished tasks by the number (at least 1) of workers that vanished while they held the task."""
     set_aside: Mapping[str, str] = field(default_factory=dict)
     """Workers that get no tasks for a while, with the remaining time and the reason."""
     num_abandoned_versions: int = 0
@@ -238,8 +239,8 @@ class Reports(Versions):
     def list_trajectories(
         self, limit: int, order: str = "latest", which: TrajectoryFilter = EVERYTHING, after: int = 0
     ) -> list[TrajectoryRow]:
-        """Returns up to `limit` trajectories, sorted by `order`, a key of `ORDERS`. Only those with a `seq` (number in
-        order of acceptance) above `after`."""
+        """Returns up to `limit` trajectories whose `seq` (number in order of acceptance) is above `after`, sorted by
+        `order`, a key of `ORDERS`."""
         query = f"{ROWS} WHERE j.seq > :after {which.conditions} {ORDERS[order]} LIMIT :limit"
         found = self.execute(query, {**vars(which), "limit": limit, "after": after})
         return [TrajectoryRow(*(*row[:-1], bool(row[-1]))) for row in found]
@@ -261,7 +262,7 @@ class Reports(Versions):
         return [loaded.get(row.seq) for row in rows]
 
     def load_problems(self, rows: list[TrajectoryRow]) -> list[tuple[np.ndarray, dict[str, Any]]]:
-        """Returns the prompt's tokens, and the problem as the reward function gets it, of each of `rows`."""
+        """Returns, for each of `rows`, the prompt's tokens and the problem as the reward function gets it."""
         query = "SELECT id, prompt, problem FROM groups WHERE id IN (SELECT value FROM json_each(?))"
         found = self.execute(query, (array({row.group for row in rows}),))
         known = {group: (np.frombuffer(prompt, np.int32), json.loads(problem)) for group, prompt, problem in found}
@@ -566,7 +567,8 @@ def _producers(db: Database) -> tuple[Producer, ...]:
 
 
 def _staleness(db: Database) -> dict[int, int]:
-    """Returns the number of trained tokens by staleness. Too stale and abandoned tokens were masked, so not trained."""
+    """Returns the number of trained tokens by staleness. Stale and abandoned tokens were masked, so they do not
+    count."""
     query = """SELECT v.step, b.step, b.bound, SUM(s.num_tokens)
                FROM batches b JOIN batch_members m ON m.batch = b.id
                JOIN segments s ON s.task = m.task JOIN versions v ON v.number = s.version

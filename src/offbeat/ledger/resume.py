@@ -4,7 +4,7 @@ Everything after the checkpoint's step is undone, so that the history without th
 loses nothing. Versions of later steps are abandoned: their numbers are not reused, and their tokens are never trained.
 The batch of the checkpoint's step is claimed again, with the same data. Later batches are undone. Groups that have only
 abandoned tokens, or that require an abandoned version, are dropped and re-issued with the same ordinal and seed for the
-same step; they wait until the step has a version again.
+same step. The new groups wait until that step has a version again.
 
 Groups that were dropped without a signal in later steps stay dropped: the same weights would give them the same
 rewards. They still count as drawn for their step, so that the step's other groups are judged as before.
@@ -93,7 +93,7 @@ def _complete(db: Batches, step: int, version: int | None, newest: Version) -> R
 
 
 def _check_checkpoint(db: Batches, step: int, number: int | None) -> None:
-    """Raises unless the ledger has the checkpoint's version, at the same step and not abandoned by a resume."""
+    """Raises `UserError` if the ledger lacks the checkpoint's version, has it at another step, or has abandoned it."""
     if number is None:
         if versions.living_at(db, step) is None:
             raise UserError(f"ledger {db.path} has no version of step {step}, the checkpoint's step; {SAME_RUN}")
@@ -172,8 +172,8 @@ def _drop_abandoned_groups(db: Database) -> int:
 
 def _reset_first_step(db: Database, step: int) -> None:
     """Resets `first_step`, the step of the oldest version that sampled for a group, in every group that an abandoned
-    version began. It becomes NULL in an open group without leased tasks, so that any version may begin the group, and
-    `step`, the checkpoint's step, in all others."""
+    version began. In an open group without leased tasks it becomes NULL, so that any version may begin the group. In
+    all others it becomes `step`, the checkpoint's step."""
     db.execute(
         """UPDATE groups SET first_step = IIF(state = 'open' AND NOT EXISTS (
                SELECT 1 FROM tasks WHERE group_id = groups.id AND state = 'leased'), NULL, :step)

@@ -3,10 +3,10 @@
 Guarantees: a task never has more than one trajectory. Submitting the same bytes again changes nothing; other bytes
 under the same fence are a conflict, and an old fence is refused. A stored trajectory answers the issued prompt within
 the issued length, continues the partial that was issued with it, and ends as it claims: by a stop token or at full
-length. All its tokens are sampled, and each segment names a published version. If the task requires a step, all
-versions are of that step; otherwise at least one may still be trained. Each segment is stored with the worker that
-submitted it first. A trajectory that arrives after its task has ended is stored and counts as wasted. A refused
-submission does not affect the others.
+length. All its tokens are sampled, and each segment names a published version. If the task requires a step, all these
+versions are of that step; otherwise the tokens of at least one may still be trained. Each segment is stored with the
+worker that submitted it first. A trajectory that arrives after its task has ended is stored and counts as wasted. A
+refused submission does not affect the others.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ ENDED = ("failed", "dropped")
 
 
 class Issued(NamedTuple):
-    """A task for which a submission arrived, with its trajectory and latest partial, as the query `ISSUED` returns
-    them. States are plain strings to save time, because this is built for every trajectory of a run."""
+    """Row of the query `ISSUED`: a task for which a submission arrived, with its trajectory and latest partial. States
+    are plain strings to save time, because this is built for every trajectory of a run."""
 
     task: int
     state: str
@@ -216,8 +216,8 @@ class Submissions(Database):
 
 
 def _again(submission: Submission, digest: bytes, worker: str | None, stored: bytes | None) -> Outcome:
-    """Compares a submission with the earlier one under the same fence, which came from `worker` and has the digest
-    `stored`. Returns `REPEATED` if they are equal; raises if not."""
+    """Compares a submission with the earlier one under its fence, which `worker` sent. `stored` is the digest of the
+    earlier one. Returns `REPEATED` if they are equal; raises if not."""
     task, fence = submission.trajectory.task, submission.fence
     if worker != submission.worker:
         raise Forbidden(f"lease {fence} of task {task} belongs to {worker}, not to {submission.worker}")

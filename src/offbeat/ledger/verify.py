@@ -226,8 +226,8 @@ BATCHES = (
            WHERE b.state <> 'undone' AND (v.step <> b.step OR v.abandoned = 1)""",
     ),
     Rule(
-        "the batch of step {0} produced version {1} (step {2}, parent {3}), whose step or parent is wrong or which is "
-        "abandoned",
+        "the batch of step {0} produced version {1} (step {2}, parent {3}), but that version is abandoned or has "
+        "a wrong step or parent",
         """SELECT b.step, v.number, v.step, v.parent FROM batches b JOIN versions v ON v.number = b.to_version
            WHERE b.state <> 'undone' AND (v.step <> b.step + 1 OR v.parent <> b.from_version OR v.abandoned = 1)""",
     ),

@@ -74,7 +74,7 @@ class Versions(Database):
 
     @transactional
     def publish(self, version: Version) -> None:
-        """Records a version not made by `commit`: a run's first, or a checkpoint's weights under a new number."""
+        """Records a version that no `commit` made: a run's first, or a checkpoint's weights under a new number."""
         if is_recorded(self, version):
             return
         if version.parent is None:
@@ -106,8 +106,8 @@ def lineage(db: Database, numbers: Iterable[int]) -> dict[int, Lineage]:
 
 
 def lineage_and_step(db: Database, numbers: Iterable[int]) -> tuple[dict[int, Lineage], int]:
-    """Returns the `Lineage` of each version in `numbers` and of the newest living (not abandoned) version, by number;
-    then the step of that newest version, 0 if there is none."""
+    """Returns the `Lineage` of each version in `numbers` and of the newest living (not abandoned) version, by number.
+    Also returns the step of that newest version, 0 if there is none."""
     query = """SELECT number, step, abandoned FROM versions WHERE number IN (
                    SELECT value FROM json_each(?) UNION ALL SELECT * FROM (
                        SELECT number FROM versions NOT INDEXED WHERE abandoned = 0 ORDER BY number DESC LIMIT 1))"""

@@ -35,8 +35,8 @@ AWAY_AFTER_S = 60.0
 """Silence after which a worker counts as away. Even a worker with nothing to do asks for work every few seconds; only a
 trainer may be silent for as long as a step takes."""
 SEEN, COORDINATOR = "worker_seen", ""
-"""Key in `meta` under which the wall time of each worker's latest call is stored, by name; and the name under which
-these times include the coordinator's own."""
+"""Key in `meta` of a map from each worker's name to the wall time of its latest call; and the name in this map that
+stands for the coordinator."""
 MAX_MINUTES = 7 * 24 * 60
 """Longest validity of a join token, one week; a longer-lived token would be a password."""
 
@@ -88,8 +88,8 @@ class WorkerRecord:
     last_seen_at: float | None = None
     """Wall time of its latest known call, a few seconds late; set by `list_workers` only. None: not known."""
     is_away: bool = False
-    """Whether it is active, but has not called for long or its coordinator no longer runs; set by `list_workers` only.
-    A trainer may be silent for long."""
+    """Whether it is active, but has been silent for `AWAY_AFTER_S` or its coordinator no longer runs; set by
+    `list_workers` only. A trainer may be silent for longer."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Workers(Database):
         """Returns a new token with which one worker may join within `minutes`; stores only its hash."""
         if not 0 < minutes <= MAX_MINUTES:
             raise UserError(
-                f"minutes is {minutes:g}; a join token must be valid for more than 0 and at most {MAX_MINUTES}"
+                f"minutes is {minutes:g}; a join token is valid for more than 0 and at most {MAX_MINUTES} minutes"
             )
         token, now = secrets.token_urlsafe(SECRET_BYTES), self.wall_clock()
         self.execute(
@@ -236,7 +236,7 @@ def new_secret() -> str:
 
 
 def unproven_tasks(db: Database, batch: int) -> set[int]:
-    """Returns the tasks of a batch with tokens of a worker that audits have not yet shown to be honest."""
+    """Returns the tasks of a batch that have tokens of a worker not yet proven honest by audits."""
     query = """SELECT s.worker, s.task FROM batch_members m CROSS JOIN segments s ON s.task = m.task
                WHERE m.batch = ? AND s.version IS NOT NULL"""
     tasks: dict[str, list[int]] = {}
@@ -275,10 +275,12 @@ def _worker(row: tuple[Any, ...], num_leased: int = 0, compared: tuple[int, int]
 
 
 def _free_name(db: Database, wanted: str) -> str:
-    """Returns `wanted`, or the first free one of `wanted-2`, `wanted-3` and so on. A name that ever held a task is
-    taken, even if it was that of an in-process engine that never joined, because tasks store their worker's name."""
+    """Returns `wanted`, or the first free one of `wanted-2`, `wanted-3` and so on. The names of workers that ever held
+    a task are taken, too: an in-process engine holds tasks without joining."""
     if NAME.fullmatch(wanted) is None:
-        raise UserError(f"worker name {wanted!r}: use 1 to 63 letters, digits, '.', '_' and '-', letter or digit first")
+        raise UserError(
+            f"worker name {wanted!r}: use 1 to 63 letters, digits, '.', '_' and '-', with a letter or digit first"
+        )
     query = """SELECT EXISTS (SELECT 1 FROM workers WHERE name = :name)
                       OR EXISTS (SELECT 1 FROM tasks WHERE worker = :name)"""
     name, number = wanted, 1

@@ -3,9 +3,9 @@
 Keeps tokens of unknown weights out of training. The caller reports observations and checks `may_generate`; no I/O. A
 server's label for its weights proves nothing by itself, because a restarted server may reuse it.
 
-Guarantees: generation begins only after a refresh, that is, a load of verified weights. After a death or an unexpected
-label it needs another refresh. Reports must be made in order: a label that is read before a refresh and reported after
-it makes the server stale.
+Guarantees: generation is allowed only after a refresh, that is, a load of verified weights. After a death or an
+unexpected label of the server, another refresh is needed. Reports must be made in order: a label that is read before a
+refresh but reported after it makes the server stale.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Callable
 from enum import StrEnum
 
 DEAD_AFTER_S = 10.0
-"""Time without an answer after which a server counts as dead. While loading weights it may not answer for seconds; a
-dead server should not hold its tasks for longer than this."""
+"""Time without an answer after which a server counts as dead. A live server may be silent for seconds while it loads
+weights. A longer time would keep the tasks of a dead server waiting."""
 
 
 class State(StrEnum):

@@ -6,9 +6,9 @@ groups survive into the next round. A round is computed from the order in which 
 factors are simulated at once, each in its own lane, because arrays of a dozen lanes cost little more than those of one.
 
 Guarantees: the same seed gives the same outlooks, and all factors of one call see the same answers in the same order,
-so that their differences are not luck. Batches are chosen as by `offbeat.rules.groups.select` with `in_order=False`.
-Every token counts as generated in its round, and as delivered, with its age, once its group is in a batch. No token is
-discarded.
+so that their differences are not luck. Batches are chosen as by `offbeat.rules.groups.select` with `in_order=False`. A
+token counts as generated in its round, and as delivered, with its age in rounds, when its group enters a batch. No
+token is discarded.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class BurstRules:
 class Bursts:
     """Simulates rounds of generation in lanes, one per over-provision factor. Each round fills every lane up to its
     `num_alive` groups. The groups unfinished before the first round are described by `have` (tokens of each answer so
-    far), `left` (tokens of each still to come) and `ages` (rounds since each group began)."""
+    far), `left` (tokens that each still needs) and `ages` (rounds since each group began)."""
 
     def __init__(self, terms: BurstRules, num_alive: np.ndarray, have: np.ndarray, left: np.ndarray, ages: np.ndarray):
         self.terms, self._num_alive = terms, num_alive
@@ -68,8 +68,8 @@ class Bursts:
         self._have, self._left = np.zeros(shape), np.zeros(shape)
         self._by_age = np.zeros((*shape[:2], terms.max_staleness + 1))
         self._begun, self._is_alive = np.zeros(shape[:2]), np.zeros(shape[:2], bool)
-        """For each place of a lane (room for one group): the round in which its group got its first token, negative for
-        initial survivors; and whether the place is taken."""
+        """Two values for each place (room for one group) of a lane: the round in which its group got its first token,
+        which is negative for initial survivors; and whether the place is taken."""
         num, ages = len(have), np.minimum(ages, terms.max_staleness)
         self._have[:, :num], self._left[:, :num] = have, left
         self._by_age[:, np.arange(num), ages] = have.sum(axis=1)  # all counted as old as the first token
@@ -162,7 +162,7 @@ class Bursts:
 
 
 def _context(before: np.ndarray, starts: np.ndarray, made: np.ndarray, pads: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Returns, for each lane, the tokens of context read in a round and the most that all running rows have at once.
+    """Returns, for each lane, the tokens of context read in a round and the most that all running rows together have.
 
     A row (one answer) begins at step `starts` with `before` tokens and grows by one in each of `made` steps. A padded
     step reads rows × longest row, separately for long and short rows; this split is chosen when the round begins.
@@ -180,8 +180,8 @@ def _context(before: np.ndarray, starts: np.ndarray, made: np.ndarray, pads: boo
 def _padded(
     before: np.ndarray, starts: np.ndarray, made: np.ndarray, some: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Considers only the rows in the mask `some`. Returns, for each lane, the tokens read if each step pads these rows
-    to the longest, and the most tokens that the rows have at once. Other arguments are as for `_context`."""
+    """Returns the same as `_context`, but for the rows in the mask `some` only, and as if each step padded them to the
+    longest."""
     num_lanes = len(before)
     runs, made = some.reshape(num_lanes, -1), np.where(some, made, 0.0)
     ends = np.where(runs, (starts + made).reshape(num_lanes, -1), 0.0)
@@ -207,7 +207,7 @@ def _num_not_begun(starts: np.ndarray, made: np.ndarray, at: np.ndarray) -> np.n
 
 
 NUM_ROUNDS = 24
-"""Rounds simulated per factor, which takes a few milliseconds. The controller also averages over versions."""
+"""Rounds simulated per factor. The controller also averages over versions."""
 SETTLING = 3
 """The first 1/SETTLING of the rounds are not counted, because unfinished groups still accumulate in them."""
 
@@ -269,8 +269,7 @@ class Outlook:
 
 @dataclass(frozen=True)
 class _Answers:
-    """Unfinished groups (`have`, `left` and `ages` as in `Bursts`), and answer lengths of new groups (`fresh`), in
-    order."""
+    """Unfinished groups (`have`, `left` and `ages` are as in `Bursts`), and answer lengths of new groups (`fresh`)."""
 
     have: np.ndarray
     left: np.ndarray
@@ -330,7 +329,7 @@ def _draw_answers(
 
 
 def _stratified(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-    """Draws standard normal numbers, one from each of equally likely ranges, so that even a few have the right tail."""
+    """Draws standard normal numbers, one from each of equally likely ranges, so that even a small sample has a tail."""
     num = shape[0] * shape[1]
     return score((rng.permutation(num) + rng.random(num)) / num).reshape(shape)
 

@@ -1,20 +1,20 @@
 """Rules for groups: which ones a step trains, how many may be drawn or begun, and when a group has ended.
 
-Selection. S is the bound on staleness, `max_staleness`. Guarantees: a run of tokens that is older than S, given by an
-environment, or of an abandoned version is never trainable; a batch is whole or empty. With `in_order`, no group is
-taken while one of a lower ordinal is unfinished. Otherwise an unfinished group is passed over as long as later steps
-can still train it in time. So if at most S + 1 steps' worth of groups are alive, and each is begun with the newest
-version, none of their tokens becomes staler than S.
+Selection. S is the bound on staleness, `max_staleness`. Tokens are never trained if they are staler than S, were given
+by an environment, or belong to an abandoned version. A batch is whole or empty. With `in_order`, no group is taken
+while one of a lower ordinal is unfinished. Otherwise an unfinished group is passed over as long as later steps can
+still train it in time. So if at most S + 1 steps' worth of groups are alive, and each is begun with the newest version,
+none of their tokens becomes staler than S.
 
-Admission. Groups for a step are drawn once the version of that step is published: the number that a step trains, times
-the over-provision factor r, but no more than the run will train. With r above 1 the step trains those that finish
-first, and the others continue. With r at most S + 1, steps that take the oldest groups first train every group within S
-steps of its beginning; `may_begin` ensures the same for workers with an older version. A dropped group frees its place;
-a re-issued one keeps it.
+Admission. When the version of a step is published, groups are drawn until r × `groups_per_step` are alive, where r is
+the over-provision factor. No more are drawn than the run will train. With r above 1 the step trains the groups that
+finish first, and the others continue. With r at most S + 1, every group is trained within S steps of its beginning if
+steps take the oldest groups first; `may_begin` ensures the same for workers with an older version. A dropped group
+frees its place; a re-issued group keeps it.
 
 Settlement. A failed member is left out while enough members remain; a group fails as soon as too few members can still
-be scored. A group with equal rewards teaches nothing and may be dropped for another prompt, but only a limited number
-per step, so that a policy that solves all prompts, or none, still gets its batches.
+be scored. A group with equal rewards teaches nothing and may be dropped for another prompt. The number of such drops
+per step is limited, so that a policy that solves all prompts, or none, still gets its batches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from operator import attrgetter
 
 @dataclass(frozen=True, slots=True)
 class VersionRun:
-    """A number of a group's tokens that have the same version."""
+    """Number of a group's tokens that belong to one version."""
 
     num_tokens: int
     step: int | None
@@ -114,8 +114,9 @@ def _last_chance(queue: Sequence[Candidate], take: Sequence[Candidate], oldest: 
     """Returns the oldest unfinished group if the batch must wait for it, else None. `queue` holds the candidates that
     are not stale and `take` those for the batch, both sorted by age; `oldest` is the oldest trainable step.
 
-    All unfinished groups that can be trained for at most n more steps must fit into these n steps; if they do not, the
-    batch waits. Groups that are already too old, or younger than every group taken, are no reason to wait."""
+    The batch waits if, for some n, the unfinished groups that must be trained within the n steps after this one do not
+    fit into the batches of these n steps. Groups that are already too old, or younger than every group in `take`, are
+    no reason to wait."""
     passed_over = [
         candidate for candidate in queue if not candidate.ready and oldest <= _begun(candidate) < _begun(take[-1])
     ]
@@ -196,8 +197,8 @@ class GroupVerdict(StrEnum):
 
 
 def settle(size: int, num_scored: int, num_failed: int, min_group: int) -> GroupVerdict:
-    """Returns whether a group of `size` members is open, ready or failed. It needs `min_group` scored members, or all
-    its members if it has fewer."""
+    """Returns whether a group of `size` members is open, ready or failed. To be ready, it needs `min_group` scored
+    members, or all members if it has fewer."""
     if size - num_failed < min(min_group, size):
         return GroupVerdict.FAILED
     return GroupVerdict.READY if num_scored + num_failed == size else GroupVerdict.OPEN

@@ -7,13 +7,13 @@ deadlines, because `culprit` compares all tasks that the worker held. A lease th
 reports ends at most `ttl_s` after its own deadline.
 
 Assignment: evaluation comes first, because a version waits to be judged; then started groups; then the lowest ordinal.
-Of the groups in `front`, those whose KV cache only other workers hold come last, because these workers need no new
-prefill. A task that requires a version is given only to a worker that has it. A group without a required version is
-begun only if pacing allows it for the worker's version, and continued only with a version at least as new as its
-oldest.
+Among the groups that are already begun or require a version (`front`), a group whose KV cache only other workers hold
+comes last, because those workers can continue it without a new prefill. A task that requires a version is given only to
+a worker that has it. Any other group is begun only if pacing allows it for the worker's version, and continued only
+with a version at least as new as the oldest that sampled for it.
 
-A task whose worker vanished is suspect. A worker holds suspects in at most an eighth of its slots after their first
-loss, a 64th after the second, and so on down to one. So a prompt that kills engines is soon the only suspect of a
+A task whose worker vanished is suspect. Tasks with one such loss may take at most an eighth of a worker's slots, tasks
+with two losses a 64th, and so on, but always one slot. So a prompt that kills engines is soon the only suspect of a
 worker: if workers have n slots, `culprit` blames it for every death except the first ceil(log8 n).
 """
 
@@ -131,7 +131,7 @@ class Leases:
 
 
 class OpenGroup(NamedTuple):
-    """A group with open tasks, which wait for a worker. A tuple for speed, because every lease request makes dozens."""
+    """A group with open tasks. It is a tuple because every lease request creates dozens, and tuples are fast."""
 
     group: int
     ordinal: int
@@ -144,8 +144,8 @@ class OpenGroup(NamedTuple):
     first_step: int | None = None
     """Step of the oldest version with which a member was begun; None: no member was begun."""
     is_away: bool = False
-    """Whether the group has partial answers, all from workers other than the requesting one, which may still hold their
-    KV cache; False for evaluation."""
+    """Whether the group has partial answers, but none from the requesting worker: other workers may still hold their KV
+    cache. Always False for evaluation."""
 
     @property
     def order(self) -> tuple[bool, bool, int, int]:
@@ -177,7 +177,7 @@ class Requester:
     """Number of tasks that the worker holds, by their number of losses (see `OpenGroup.num_losses`); tasks without
     losses are left out."""
     num_open: int | None = None
-    """Number of open tasks of all groups, if `assign` gets only the first groups; None: `assign` gets all groups."""
+    """Number of open tasks of all groups; given if `assign` gets only the first groups."""
 
     def share(self, num_open: int) -> int:
         """Returns the worker's share of `num_open` tasks in proportion to its slots, at most its capacity."""
@@ -219,7 +219,7 @@ def _in_order(groups: Iterable[OpenGroup]) -> list[OpenGroup]:
 
 
 def front(ordered: Sequence[OpenGroup]) -> list[OpenGroup]:
-    """Returns the leading groups of `ordered`: those before the first that a lease would begin (`OpenGroup.begins`)."""
+    """Returns the groups of `ordered` that come before the first one that a lease would begin (`OpenGroup.begins`)."""
     return list(itertools.takewhile(lambda group: not group.begins, ordered))
 
 
@@ -246,8 +246,8 @@ def _allowed(suspects: Mapping[int, int], num_slots: int, num_losses: int) -> in
 
 
 def culprit(lost: Mapping[int, int]) -> int | None:
-    """Returns the task to blame for a vanished worker: of the tasks that the worker held, the one with which most
-    workers vanished before; None if several have the most. `lost` maps each task to that number."""
+    """Returns which of a vanished worker's tasks is to blame: the one that was lost most often before; None if several
+    tasks share the largest number. `lost` maps each of the worker's tasks to its number of earlier losses."""
     most = max(lost.values(), default=0)
     suspects = [task for task, losses in lost.items() if losses == most]
     return suspects[0] if len(suspects) == 1 else None

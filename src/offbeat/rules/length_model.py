@@ -10,9 +10,9 @@ ties them together: each member has a standard normal score whose rank is the ra
 of the score's variance is common to the group. This hidden common part is inferred on a grid, from the lengths of
 finished members and from the current lengths of running members, which are lower bounds.
 
-Guarantees: each key counts once, with its latest report. Records that ended under earlier versions count exponentially
-less. Drawn lengths lie between 1 and `max_tokens`, and above the current length of a running member; the same scores
-give the same lengths.
+Guarantees: each trajectory counts once, with its latest report. Trajectories that ended under earlier versions count
+exponentially less. Drawn lengths lie between 1 and `max_tokens`, and above the current length of a running member; the
+same scores give the same lengths.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def score(ranks: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class LengthDistribution:
-    """Distribution of answer lengths: the share of answers longer than each, and the correlation within groups."""
+    """Distribution of answer lengths, and their correlation within groups."""
 
     survival: np.ndarray
     """Share of answers with more than t tokens, at t = 0..max_tokens; answers are cut at max_tokens."""
     shared: float = 0.0
-    """Share of the variance of length scores (lengths as standard normal scores) that members of a group share."""
+    """Fraction of the variance of length scores (standard normal scores) that is common to the members of a group."""
 
     @property
     def max_tokens(self) -> int:
@@ -94,8 +94,8 @@ def evidence(law: LengthDistribution, num_tokens: np.ndarray, ended: np.ndarray,
 
 
 def shared_share(law: LengthDistribution, num_tokens: np.ndarray, ended: np.ndarray) -> float:
-    """Returns the share of the variance of length scores that members of a group have in common: the mean of candidate
-    shares, weighted by their likelihood. Groups are given as for `evidence`."""
+    """Returns the fraction of the variance of length scores that members of a group have in common: the mean of
+    candidate values, weighted by their likelihood. Groups are given as for `evidence`."""
     prior = np.exp(_GROUP_PRIOR) / np.exp(_GROUP_PRIOR).sum()
     fits = []
     for shared in _SHARES:
@@ -134,7 +134,7 @@ MAX_RECORDS = 8192
 TAIL = 0.25
 """Share of the records, the longest ones, to which the power law for still longer answers is fitted."""
 MAX_GROUPS = 64
-"""Number of latest groups from which the shared variance is estimated, which takes one or two milliseconds."""
+"""Number of latest groups from which the shared variance is estimated."""
 
 
 @dataclass(slots=True)
@@ -239,7 +239,7 @@ def kaplan_meier(records: Iterable[_LengthRecord], max_tokens: int) -> np.ndarra
 
 
 def _tail_exponent(num_tokens: np.ndarray, is_event: np.ndarray, weights: np.ndarray) -> float:
-    """Returns the exponent of a power law fitted to the longest records, also of unfinished answers (Hill
+    """Returns the exponent of a power law fitted to the longest records, including unfinished answers (Hill
     estimator)."""
     least = max(float(np.quantile(num_tokens, 1 - TAIL)), 1.0)
     is_long = num_tokens >= least

@@ -36,8 +36,7 @@ class PredictionErrors:
     A model that is wrong by the same ratio everywhere still ranks factors correctly; one that favours large factors
     does not. So an error is modelled as a part common to all factors plus a part that changes smoothly with the factor.
     Both are estimated from measured rounds by Gaussian process regression. Tokens and seconds are summed over rounds,
-    because a round whose batch was already complete takes no time: the round before it paid for both. A single round
-    corrects almost nothing."""
+    because a round whose batch was already complete takes no time: the round before it paid for both."""
 
     def __init__(self, factors: Sequence[float]):
         logs = np.log(factors)
@@ -78,10 +77,10 @@ KEEP_GAIN = 0.015
 """Gain over a factor of 1 below which the factor returns to 1; lower than MIN_GAIN, so that it does not alternate."""
 HYSTERESIS = 0.03
 IDLE_LEAD = 0.01
-"""Part of a factor's predicted lead over the current one that is not accumulated from version to version, because the
-rates of equally good factors differ this much by chance."""
+"""Part of a factor's predicted lead over the current factor that is not accumulated from version to version: equally
+good factors differ this much by chance."""
 EARLY = 2.0
-"""Caution after few predictions, which are off by several per cent: with n averaged, the required gain and lead are
+"""An average of few predictions is off by several per cent. So with n averaged, the required gain and lead are
 multiplied by 1 + EARLY / n."""
 TIE = 0.01
 """Among factors whose gains differ by at most this, the smallest is taken, because its tokens are fresher."""
@@ -110,7 +109,7 @@ class Decision:
     reason: str
     """Explanation in one line, for people."""
     predicted_tokens_per_s: float | None = None
-    """None if nothing could be predicted, as for the other predictions."""
+    """None if nothing could be predicted; the other predictions are then None too."""
     predicted_step_s: float | None = None
     predicted_off_policy_share: float | None = None
 
@@ -158,8 +157,8 @@ class OverProvision:
         return self.last
 
     def outcome(self, tokens: float, seconds: float) -> None:
-        """Records a finished round: the tokens generated, and the seconds including the update after it. Ignores it if
-        the last decision changed the factor."""
+        """Records a finished round: the tokens generated, and the seconds including the update after it. Ignores a
+        round for which the factor was changed."""
         rate, step_s = self.last.predicted_tokens_per_s, self.last.predicted_step_s
         if self._has_moved or tokens <= 0 or seconds <= 0:
             return

@@ -1,8 +1,9 @@
 """Splits the rows of a padded decode step into long and short ones, which are read separately.
 
-A padded step reads every row up to the length of the longest, so a few answers continued over versions would make every
-fresh answer pay for their whole length. The split is chosen when requests start. All rows grow by one token per step,
-so longer rows stay longer until new requests start. The embedded engine and the event model share this rule.
+A padded step reads every row up to the length of the longest. So a few long answers, continued from earlier versions,
+would make every new answer as expensive as themselves. The split is chosen when requests start. All rows grow by one
+token per step, so longer rows stay longer until new requests start. The embedded engine and the event model share this
+rule.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def is_long_row(lengths: np.ndarray) -> np.ndarray:
 
 
 def exchanges(lengths: Sequence[int], num_long: int) -> list[tuple[int, int]]:
-    """Returns pairs of row indices, as few as possible, to exchange so that the `num_long` longest rows come first."""
+    """Returns the fewest exchanges of rows, as pairs of indices, that bring the `num_long` longest rows to the
+    front."""
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     long = set(order[:num_long])
     comes = [row for row in order[:num_long] if row >= num_long]

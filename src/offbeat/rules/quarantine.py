@@ -5,8 +5,8 @@ workers could do. Repeated failures of one task count once, so that a task that 
 
 `HandInPace` finds workers that hold tasks and submit nothing for longer than an honest worker could need. A worker is
 judged by its own slowest pace: seconds from a grant to the answer, per sampled token. A worker without an answer is
-judged by the pace of the others, once they have given enough answers. Tasks that are returned untouched and
-trajectories that are submitted again are no answers.
+judged by the pace of the others, once they have given enough answers. Tasks returned untouched and trajectories
+submitted again do not count as answers.
 
 `is_believable` is False for workers whose log-probs are not those of the claimed weights, according to the trainer's
 audits (`offbeat.trainer.audit`). Honest workers pass: different arithmetic changes a log-prob by up to 0.1, rarely by
@@ -32,7 +32,7 @@ MAX_FAILED = 7
 """Different tasks that a worker may fail within `FAILURE_WINDOW`; half of the window is not an accident."""
 ASIDE_S = 300.0
 """Time for which a worker that is set aside gets no tasks. Then it may try again, because the fault may have passed. If
-not, it is set aside again, and its failures of unfinished tasks are forgiven again."""
+the fault is still there, the worker is set aside again, and its failures of unfinished tasks again do not count."""
 
 
 @dataclass
@@ -98,12 +98,12 @@ class Fitness:
 MIN_TIMES_TTL = 2.0
 """A worker is never overdue before this many times `ttl_s`, the lease time, however fast it was."""
 OWN_MARGIN = 4.0
-"""A worker is overdue after this many times the time of the longest answer at its own slowest pace: engines slow down
-as they fill up and while they load weights."""
+"""A worker may take this many times as long as the longest answer would take at its own slowest pace; then it is
+overdue. Engines slow down as they fill up and while they load weights."""
 FLEET_MARGIN = 8.0
-"""A worker without an answer is overdue after this many times the time of the longest answer at the median of the other
-workers' slowest paces. All others may be waiting for the tasks that it holds. Most answers are far shorter than the
-longest, so even a machine much slower than this has time for its first answer."""
+"""A worker without an answer may take this many times as long as the longest answer would take at the median of the
+other workers' slowest paces. With more, all others might wait too long for its tasks. Most answers are far shorter than
+the longest, so even a machine that is much slower than the others has time for its first answer."""
 MIN_FLEET_ANSWERS = 16
 """Answers of other workers that are needed to judge a worker without an answer by their pace."""
 MAX_ENDED = 64
@@ -164,9 +164,9 @@ class HandInPace:
             self._records[worker].quiet_s = 0.0
 
     def add_quiet_time(self, seconds: float, leases: Collection[Lease]) -> None:
-        """Adds `seconds` to the quiet time of each worker that holds a lease. Count only time in which the coordinator
-        could receive answers. `leases` are all current leases; once the records of grants whose leases have ended are
-        many, they are deleted."""
+        """Adds `seconds` to the quiet time of each worker that holds one of `leases`, which are all current leases.
+        Only time in which the coordinator could receive answers may be counted. Also deletes the records of ended
+        leases once there are many."""
         for worker in {lease.worker for lease in leases}:
             self._records.setdefault(worker, _HandIns()).quiet_s += seconds
         if len(self._begun) > 2 * len(leases) + MAX_ENDED:
@@ -225,7 +225,7 @@ class Compared(NamedTuple):
     """Result of the trainer's audit of one segment: how many log-probs it recomputed, and how many were off."""
 
     num_tokens: int
-    """Number of tokens compared, which are those whose version's weights were available."""
+    """Number of tokens compared: those whose version's weights were still available."""
     num_off: int
 
 
@@ -249,8 +249,8 @@ def _forged(num_tokens: int, num_off: int) -> float:
 
 
 def _mixed(forged: float, touched: float) -> float:
-    """Returns the log-likelihood ratio of a segment that is forged with probability `touched`, given `forged`, the
-    ratio of one that is certainly forged."""
+    """Returns the log-likelihood ratio of a segment that is forged with probability `touched`. `forged` is the ratio of
+    a segment that is certainly forged."""
     return forged if touched == 1 else math.log1p(touched * math.expm1(min(forged, 100.0)))
 
 

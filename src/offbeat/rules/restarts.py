@@ -1,8 +1,8 @@
 """Decides whether and when to restart a process that ended.
 
 A killed process is restarted at once. A process that ended with an error is restarted after a pause that grows each
-time. It is given up after `MAX_FAILURES` errors without `HEALTHY_S` of life in between, so that a fault that recurs at
-every restart is not hidden.
+time. The process is given up after `MAX_FAILURES` errors without `HEALTHY_S` of life in between: a fault that recurs at
+every restart must not stay hidden.
 """
 
 from __future__ import annotations

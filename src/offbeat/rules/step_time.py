@@ -4,8 +4,8 @@ A decode step takes base_s + per_row_s × rows + per_token_s × context, and eac
 learns these four by recursive least squares with forgetting. `FleetFit` treats several engines as one: workers pull
 tasks when they have room, so rows spread about evenly over the engines, which all step at the same time.
 
-Guarantees: no coefficient is negative. A stall of the machine changes them little, a lasting change of its speed
-changes them within about twenty observations. Engines that have left or have no model yet do not count.
+Guarantees: no coefficient is negative. A stall of the machine changes the coefficients little; a lasting change of its
+speed changes them within about twenty observations. Engines that have left or have no model yet do not count.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ OUTLIER = 3.0
 """Observations whose error exceeds this multiple of the typical error get less weight, in proportion."""
 MIN_OUTLIER = 0.1
 PRIOR = 0.1
-"""Weight, in observations, with which prefill_s is drawn towards per_row_s, because a prefilled token needs a row's
-arithmetic. This matters only if almost nothing was prefilled."""
+"""Weight, in observations, with which prefill_s is drawn towards per_row_s, because a prefilled token needs as much
+arithmetic as a row. This matters only if almost nothing was prefilled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class StepTimeFit:
         self._errors: deque[float] = deque(maxlen=NUM_BLOCKS * BLOCK)
         """Log of predicted over actual seconds for each interval, predicted before the interval was observed."""
         self._first: list[np.ndarray] = []
-        """Observations before the first fit, which weights them again once it has found the outliers."""
+        """Observations kept for the first fit, which reduces the weight of outliers among them."""
         self._figures: np.ndarray | None = None
 
     @property
@@ -108,7 +108,7 @@ class StepTimeFit:
     @property
     def model(self) -> StepTime | None:
         """Step times fitted so far; None while the observations do not determine them. If noise hides the cost of a
-        context token, only costs per step and row are fitted: context is free, a prefilled token costs a row."""
+        context token, that cost counts as 0, and a prefilled token costs as much as a row."""
         if self._figures is None:
             return None
         if self._is_determined(self._gram[:3, :3]):  # without prefills the prior decides prefill_s

@@ -67,7 +67,7 @@ class Job:
 
 def assemble(chain: Sequence[Manifest], base: Path | None, piece: GetPiece, final: Path) -> None:
     """Writes to the folder `final` the weights of the last version in `chain`. Each manifest of the chain builds on the
-    one before; `base` is the folder of the version that the first one builds on, None if the first is full.
+    one before; `base` is the folder of the version that the first manifest builds on, None if that manifest is full.
 
     `base` is not hashed: the caller has verified it. `piece` returns the bytes of a piece by digest. It is called once
     for each piece, from any thread; its result is held until no part needs it, so a memory map is best. Raises
@@ -109,7 +109,8 @@ def _check_chain(chain: Sequence[Manifest], base: Path | None) -> None:
         stands_on = manifest.base
         if manifest.kind is not Kind.DELTA or stands_on is None:
             raise WeightsError(
-                f"version {manifest.number}: its kind is {manifest.kind.value}; in a chain all but the first are deltas"
+                f"version {manifest.number}: its kind is {manifest.kind.value}; in a chain, all but the first must be "
+                "deltas"
             )
         if (stands_on.number, stands_on.digest) != (before.number, before.digest):
             raise WeightsError(

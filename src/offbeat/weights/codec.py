@@ -131,7 +131,7 @@ class Streams:
 SPARSE_HEADER = struct.Struct("<IIH")
 """Header of a sparse code: number of changes with a position, bytes of their gaps, and limit (see `_limit`)."""
 MEAN_GAP_BITS = 6
-"""Bits that the mean gap between changes keeps after its low bits, which are stored separately, are split off."""
+"""Bits that remain of the mean gap between changes when its low bits are split off, to be stored separately."""
 FILLER = 255
 """Byte of a coded gap that stands for 255, to which the next byte is added; gaps of 255 or more need it."""
 MANY_LARGER = 0.25
@@ -297,10 +297,9 @@ SPARSE_BELOW = 0.5
 """Largest share of changed elements for which `sparse` is tried: above it, `shift` is faster and, with normally spread
 updates, no larger."""
 SURE_SHARE = 0.25
-"""A sparse code of at most this share of the raw bytes is used without trying others: no dense code is so small."""
+"""A sparse code of at most this share of the raw bytes is used without trying other codings: none is so small."""
 BLOCK_ITEMS = 1 << 17
-"""Elements compared at a time: few enough to stay in a core's cache until their changes are read. This saved up to a
-third of the time on two busy cores (measured with 1 % of elements changed)."""
+"""Elements compared at a time: few enough to stay in a core's cache until their changes are read."""
 SAMPLE_ITEMS, NUM_SAMPLES = 8192, 4
 RAW, PLANES = b"\0", b"\1"
 """First byte of a dense code: raw bytes follow, or planes (one stream per byte position of the elements)."""

@@ -1,9 +1,9 @@
 """Garbage collection of a piece store.
 
 Keeps the versions in use (by leases, untrained trajectories and checkpoints), the newest version, and all their bases.
-Deletes the manifests of all other versions, and the pieces that only those manifests name. A piece that was put after
-the last manifest that names it, or that no manifest names, is kept for a day: it may belong to a version that is being
-published, because pieces are put before their manifest.
+Deletes the manifests of all other versions, and the pieces that only those manifests name. A piece is kept for a day if
+no manifest names it, or if it was put after the last manifest that names it. Pieces are put before their manifest, so
+such a piece may belong to a version that is being published.
 
 Guarantees: nothing that a kept version needs is deleted, nor are manifests of untrusted keys and their pieces. Pieces
 are deleted before the manifests that name them, so that the next collection finds what a crash left.
@@ -112,7 +112,7 @@ def _is_anchor_delta(manifest: Manifest, others: Sequence[Manifest | None]) -> b
 
 
 def _droppable(dropped: Mapping[Entry, Manifest], times: Times, before_s: float) -> list[str]:
-    """Returns the digests of the pieces that may be deleted unless a kept manifest names them: pieces last put before
+    """Returns the digests of the pieces that may be deleted if no kept manifest names them: pieces last put before
     `before_s`, and pieces not put again after the newest `dropped` manifest that names them."""
     named_s: dict[str, float] = {}
     for entry, manifest in dropped.items():

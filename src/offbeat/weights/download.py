@@ -1,8 +1,8 @@
 """Downloads manifests and pieces, checks them, and keeps them for this worker and its peers.
 
-A manifest is accepted if it is the requested one and a trusted key signed it; a piece, if its bytes match its name. A
-partial download is kept beside its final path, and the next attempt resumes it. Pieces from an earlier process are
-hashed before they are used.
+A manifest is accepted if it is the requested one and a trusted key signed it. A piece is accepted if its bytes match
+its name. A partial download is kept beside its final path, and the next attempt resumes it. Pieces from an earlier
+process are hashed before they are used.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ SLICE_BYTES = 4 * 1024 * 1024
 
 
 class Sources(Protocol):
-    """Interface to published versions, held by the coordinator, a store or peers. These are not trusted: manifests are
-    signed, pieces named by their digests. `PieceMissing` means gone for good; any other error may be temporary."""
+    """Interface to published versions, held by the coordinator, a store or peers. These need not be trusted, because
+    manifests are signed and pieces are named by their digests. `PieceMissing` means that the content is gone for good;
+    any other error may be temporary."""
 
     async def manifest(self, number: int, digest: str) -> bytes:
-        """Returns the signed manifest with `digest`; if that is "", one of the manifests of version `number`."""
+        """Returns the signed manifest with `digest`; if `digest` is "", one of the manifests of version `number`."""
 
     async def piece(self, digest: str, num_bytes: int, into: Path) -> None:
         """Downloads a piece into the file `into`; resumes if part of it is there."""
@@ -62,8 +63,8 @@ class StoreSources:
         return self._store.get_manifest(*entry)
 
     def _anchor_deltas_last(self, entries: list[Entry]) -> list[Entry]:
-        """Moves to the end of `entries` the delta manifests of anchors. An anchor also has a full manifest, which is
-        better because the delta's base may have been deleted."""
+        """Moves the delta manifests of anchors to the end of `entries`. An anchor's full manifest is better, because
+        the delta's base may have been deleted."""
         deltas = {self._delta_of(entry) for entry in entries} if len(entries) > 1 else set()
         return sorted(entries, key=lambda entry: entry[1] in deltas)
 
@@ -92,7 +93,7 @@ log = logging.getLogger(__name__)
 NUM_PARALLEL = 4
 """Pieces downloaded at a time: enough to fill a line with a long round trip, few enough for memory."""
 MAX_ATTEMPTS = 3
-"""Most attempts to download content that arrives whole but wrong; after these, the network is not the cause."""
+"""Most attempts to download content that arrives whole but wrong; if all fail, the network is not the cause."""
 
 
 class PieceDownloader:
@@ -177,8 +178,8 @@ class PieceDownloader:
         raise PieceDamaged(f"version {number}: piece {piece.digest} arrived damaged {MAX_ATTEMPTS} times")
 
     def num_bytes_arrived(self) -> int:
-        """Returns a number that changes as downloads progress, by which peers see that waiting is worthwhile: the bytes
-        of unfinished pieces, minus the number of these pieces."""
+        """Returns a number that changes as downloads progress, so that peers see whether it is worth waiting. It is the
+        bytes of unfinished pieces minus the number of these pieces."""
         sizes = 0
         for digest in list(self.expected):
             with suppress(FileNotFoundError):
@@ -243,8 +244,8 @@ class PieceDownloader:
 
 
 def _check(data: bytes, number: int, version_digest: str | None, digest: str) -> Manifest:
-    """Decodes the manifest `data`; raises `ManifestError` unless it is of version `number`, that version has
-    `version_digest` (None: any), and the manifest has `digest` ("": any)."""
+    """Decodes the manifest `data`. Raises `ManifestError` if it is not of version `number`, if that version's digest is
+    not `version_digest` (None: any), or if the manifest's own digest is not `digest` ("": any)."""
     if digest and manifest_digest(data) != digest:
         raise ManifestError(
             f"version {number}: the manifest has digest {manifest_digest(data)[:12]}, not {digest[:12]}"

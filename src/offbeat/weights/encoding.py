@@ -57,14 +57,14 @@ DOUBLED_LIMITS = {
     **{"BF16": 0xFF00, "F16": 0xF800, "F32": 0xFF00_0000, "F64": 0xFFE0 << 48},
     **{"F8_E5M2": 0xF8, "F8_E4M3": 0xFE},
 }
-"""By safetensors type, the smallest bits that are not finite: those of infinity, or of NaN if the type has no infinity,
-shifted left by one to drop the sign. Smaller bits are finite."""
+"""For each safetensors type, the bits of infinity (of NaN if the type has no infinity), shifted left by one to drop the
+sign. The bits of every finite value, shifted likewise, are smaller."""
 BLOCK_ITEMS = 1 << 16
 """Elements checked at a time: few enough for intermediate results to stay in the cache."""
 
 
 def is_finite(data: np.ndarray, dtype: str) -> bool:
-    """Returns whether no element is NaN or infinite; `data` holds raw bytes."""
+    """Whether all elements are finite; `data` holds raw bytes."""
     limit = DOUBLED_LIMITS.get(dtype)
     if limit is None:
         return True
@@ -173,7 +173,8 @@ def _on_host(data: Tensor) -> np.ndarray:
 
 
 def _changes(part: RawPart, new: np.ndarray, old: np.ndarray) -> SparseChanges | None:
-    """Finds on the part's device which elements of `new` differ from `old`; None unless elements have two bytes."""
+    """Finds on the part's device which elements of `new` differ from `old`. Returns None if the type does not have two
+    bytes."""
     if ITEM_BYTES[part.dtype] != 2:
         return None
     if part.data.is_cuda:
@@ -257,7 +258,7 @@ class BaseFile:
         return Base(self.manifest.number, self.manifest.digest)
 
     def like(self, tensors: Mapping[str, Stored]) -> dict[str, BaseTensor]:
-        """Returns the base's tensors, by name, for which `tensors` has one of the same name, dtype and shape."""
+        """Returns, by name, the base's tensors that have the same dtype and shape in `tensors`."""
         return {
             entry.name: BaseTensor(self.file, self.places[entry.name].start, entry)
             for entry in self.manifest.tensors
@@ -266,8 +267,8 @@ class BaseFile:
 
 
 def resume_from(number: int, folder: WeightFolder, store: PieceStore, trusted: str) -> BaseFile | None:
-    """Opens version `number` from an earlier process as a base; None unless its file and its chain of manifests are
-    intact. `trusted` is the public key that must have signed the manifests."""
+    """Opens version `number` from an earlier process as a base; None if its file or its chain of manifests is damaged.
+    `trusted` is the public key that must have signed the manifests."""
     with ExitStack() as files:
         try:
             file = files.enter_context(open(folder.path(number) / FILE_NAME, "rb"))
@@ -283,8 +284,8 @@ def resume_from(number: int, folder: WeightFolder, store: PieceStore, trusted: s
 
 
 def find_adapter_base(number: int, digest: str, store: PieceStore, trusted: str) -> Base | None:
-    """Returns the record of the base weights of adapter version `number`. Returns None unless that base has `digest`,
-    its manifest is signed by the key `trusted` and all its pieces are in the store."""
+    """Returns the record of the base weights of adapter version `number` if they have `digest`, a manifest signed by
+    the key `trusted`, and all pieces in the store; else None."""
     try:
         manifests = _Manifests(store, trusted)
         for manifest in manifests.of(number):

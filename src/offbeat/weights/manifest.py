@@ -105,8 +105,7 @@ class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     """Version number of the base. An adapter's base is no version, and is stored under the first adapter's number."""
     digest: Digest
     manifest: Digest | None = None
-    """Digest of the base's manifest if this is the base of adapters, whose `number` is also the first adapter's; else
-    None."""
+    """Digest of the base's manifest if this is the base of an adapter and is in the store; else None."""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -119,7 +118,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     kind: Kind
     base: Base | None = None
     delta: Digest | None = None
-    """Digest of an anchor's second manifest, which holds the same version as changes to the version before it; None:
+    """Digest of an anchor's second manifest, which describes the same version as changes to the version before; None:
     there is no second manifest."""
     tensors: list[TensorEntry]
     """Tensors, sorted by name."""

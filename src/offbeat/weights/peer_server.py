@@ -4,8 +4,9 @@
                                      number in the header Offbeat-Arrived that changes as downloads progress
     GET /manifests/NUMBER/DIGEST     the same
 
-A request for a piece that is not here yet waits, as long as the caller asks (`?wait_s=`) and the limits allow: a short
-time even if the piece is not expected, because a relay may learn of a version a moment later than the peers it feeds.
+A request for a piece that is not here yet waits as long as the caller asks (`?wait_s=`) and the limits allow. It waits
+a short time even for a piece that is not expected, because a relay may learn of a version later than the peers it
+feeds.
 
 Guarantees: every byte sent is verified, because a piece is read whole and checked against its name before its first
 byte is sent. The number of callers and of pieces held for them is bounded. Only this machine can connect unless
@@ -38,7 +39,7 @@ PATH = re.compile(r"/pieces/(?P<piece>[0-9a-f]{64})|/manifests/(?P<number>\d{1,1
 WAIT = re.compile(r"\d{1,4}(\.\d{1,3})?")
 WRITE_BYTES = 256 * 1024
 FRESH_S, STALE_S = 10.0, 60.0
-"""Seconds for which the coordinator's list of accepted keys is used: normally, and while it cannot be reached."""
+"""Seconds for which a list of accepted keys is used: normally, and while the coordinator cannot be reached."""
 ASK_EVERY_S, ASK_WITHIN_S = 1.0, 4.0
 """Least seconds between two requests to the coordinator for accepted keys, and most seconds until it answers. A peer
 whose key is being checked waits a little longer than that for the answer to its own request."""
@@ -51,7 +52,7 @@ STOP_WITHIN_S = 0.1
 @dataclass(frozen=True, kw_only=True)
 class PeerLimits:
     max_connections: int = 64
-    """Most connections; for one more, the oldest whose caller has not shown an accepted key is closed."""
+    """Most connections. A further one replaces the oldest whose caller has not shown an accepted key."""
     max_requests: int = 64
     """Most requests in progress or waiting at a time."""
     max_sent: int = 8
@@ -180,7 +181,7 @@ class PeerServer:
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         if scheme != "Bearer" or not await self._admits(key):
-            return _refusal(401, "the Authorization header has no key of a worker that may fetch from this peer")
+            return _refusal(401, "the Authorization header holds no key that this peer accepts")
         self._unproven.pop(request.protocol, None)
         found = PATH.fullmatch(request.path)
         if request.method != "GET" or found is None:

@@ -1,4 +1,4 @@
-"""Fetches weights from peers: near peers are asked first, the root last.
+"""Fetches weights from peers: near peers are asked first, the root (the coordinator or its store) last.
 
 If a peer does not answer, is too slow, or lacks the piece, the next source continues from the bytes received so far. If
 several peers contributed to a wrong piece, it is fetched again from one of them alone, so that no honest peer is blamed
@@ -253,7 +253,7 @@ class PeerSources:
         """Bytes of pieces received, by source; "" is the root."""
 
     def use(self, keys: Mapping[str, str]) -> None:
-        """Replaces the known peers. `keys` maps the address of each to the key to show to it. They are asked in this
+        """Replaces the known peers. `keys` maps the address of each to the key to show to it. Peers are asked in this
         order, before the root, unless `Ranking` moves one back."""
         self._keys = dict(keys)
         self._ranking.use(list(keys))
@@ -405,8 +405,8 @@ class PeerSources:
     async def _open(
         self, url: str, path: str, headers: dict[str, str] | None = None, num_bytes: int = 0
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Asks a peer until it has the content, and yields that answer. Raises `PeerFailed` if the peer refuses, or if
-        it waits too long for the content itself; `num_bytes` is the content's size."""
+        """Asks a peer until it has the content, and yields that answer. Raises `PeerFailed` if the peer refuses, or
+        does not get the content in time itself; `num_bytes` is the content's size."""
         patience = self._patience
         waiting = _Waiting(
             self._clock,

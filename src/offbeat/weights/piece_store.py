@@ -45,7 +45,7 @@ URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free space there"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "check who may write there"),
-    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "a file is in its way: move that, or give another folder"),
+    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "a file is in its way: move it, or give another folder"),
 }
 """Advice to the user, by the error number (errno) of a disk error."""
 
@@ -288,8 +288,8 @@ def checked_manifest(path: str, digest: str, sealed: bytes) -> bytes:
 
 
 def check_new(path: str, digest: str, sealed: bytes, found: bytes | None = None) -> None:
-    """Checks a sealed (signed) manifest before it is stored: raises if it does not match `digest`, or if the manifest
-    `found` under the same name (None: nothing there) is intact but signed with another key."""
+    """Checks a sealed (signed) manifest before it is stored. `found` is the manifest already stored under the same
+    name, if any. Raises if `sealed` does not match `digest`, or if `found` is intact but signed with another key."""
     if not is_intact(digest, sealed):
         raise ManifestError(f"{path}: the manifest to store there does not match this name or its own signature")
     if found is not None and found != sealed and is_intact(digest, found):

@@ -1,14 +1,14 @@
 """Publishes versions, each as a whole file and, if there is a store, as pieces with a signed manifest.
 
-A version is coded against its parent in one pass, even after a restart, if the parent's file has the digest that its
-manifest names. Some versions are anchors (see `Anchoring`): full for workers that join late, with a second manifest
-that holds only the changes, for workers that have the version before. Adapters are small and always whole; their base
-goes into the store once, under the number of the first adapter.
+A version is coded against its parent in one pass, even after a restart, if the parent's file has the digest that the
+parent's manifest names. Some versions are anchors (see `Anchoring`) with two manifests: one in full, for workers that
+join late, and one with only the changes, for workers that have the version before. Adapters are small and always whole;
+their base goes into the store once, under the number of the first adapter.
 
-Guarantees: nothing is named before it is durable, in the order pieces, whole file, manifest; the caller then writes the
-ledger's row. Weights with NaN or infinity are refused with an error that names the tensor. A process killed at any
-point leaves every earlier version unchanged, and repeating the call publishes the same. If two trainers publish the
-same number, their versions never mix: each has its own manifest, and the ledger decides.
+Guarantees: pieces, whole file and manifest become durable in this order, before anything names them; then the caller
+writes the ledger's row. Weights with NaN or infinity are refused with an error that names the tensor. A process killed
+at any point leaves every earlier version unchanged, and repeating the call publishes the same. If two trainers publish
+the same number, their versions never mix: each has its own manifest, and the ledger decides.
 """
 
 from __future__ import annotations

@@ -182,8 +182,8 @@ class Receiver:
             await in_thread(self.cache.discard, self.cache.path_of(version.number, version.digest))
 
     async def _fetch(self, version: Version) -> tuple[Path, Path | None]:
-        """Fetches a version; returns its path and the path of its base. The latter is None unless the version is an
-        adapter whose base the engine lacks."""
+        """Fetches a version; returns its path and the path of its base. The base's path is given only for an adapter
+        whose base the engine lacks, else it is None."""
         if not version.manifest:
             return await self._ensure(version.number, version.digest, None), None
         base = None
@@ -246,8 +246,8 @@ class Receiver:
         await self._apply(chain, None, path, figures)
 
     async def _chain(self, manifest: Manifest, *, may_use_local: bool) -> tuple[list[Manifest], Path | None]:
-        """Returns the manifests to apply, in order, and the path of the local version that the first one builds on. The
-        path is None if it builds on none, which is always so without `may_use_local`."""
+        """Returns the manifests to apply, in order, and the path of the local version that the first manifest builds
+        on. The path is None if the first manifest needs no base; without `may_use_local`, it never does."""
         oldest = min(await in_thread(self.cache.numbers), default=manifest.number) if may_use_local else None
         chain = [manifest]
         while chain[0].kind is Kind.DELTA and (base := chain[0].base) is not None:
@@ -260,9 +260,9 @@ class Receiver:
         return chain, None
 
     async def _chain_past_anchor(self, chain: list[Manifest], oldest: int) -> tuple[list[Manifest], Path | None]:
-        """Replaces the full version that begins `chain` by deltas from a version on this disk, if these exist and have
-        fewer bytes. Returns the chain and that version's path, or the same chain and None. `oldest` is the number of
-        the oldest version on this disk, where the search ends."""
+        """Replaces the full version that begins `chain` by deltas from a version on this disk, if such deltas exist and
+        have fewer bytes. Returns the chain and that version's path, or the same chain and None. `oldest` is the number
+        of the oldest version on this disk, where the search ends."""
         anchor, found = chain[0], chain[0]
         deltas: list[Manifest] = []
         while found.delta is not None or found.kind is Kind.DELTA:

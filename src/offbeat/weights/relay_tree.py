@@ -1,11 +1,12 @@
 """The tree by which weights spread from worker to worker, so that a version crosses each slow link once.
 
-At every site one receiver fetches from the root (the coordinator, or its store), the others from receivers of their own
-site. Guarantees: every receiver reaches the root. No relay feeds more than `fan_out` receivers while the site's relays
-have room for all; without room they are overloaded evenly, because crossing the slow link twice is worse. A new
-receiver moves others only to give its site a head (the receiver that fetches from the root) or a much faster one, to
-relieve an overloaded relay, or to shorten a long path. A relay that leaves or falls silent is replaced by the receiver
-farthest from the root, so that few move and the tree stays flat; a head by the one with the best rate from the root.
+At every site one receiver, the head, fetches from the root (the coordinator, or its store). The others fetch from
+receivers of their own site; a receiver that feeds others is a relay. Guarantees: every receiver reaches the root. No
+relay feeds more than `fan_out` receivers while the site's relays have room for all; without room they are overloaded
+evenly, because crossing the slow link twice is worse. A new receiver moves others only to give its site a head or a
+much faster one, to relieve an overloaded relay, or to shorten a long path. A relay that leaves or falls silent is
+replaced by the receiver farthest from the root, so that few receivers move and the tree stays flat. A head is replaced
+by the receiver with the best rate from the root.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ class SiteTree:
 
     def _step_down(self, name: str) -> None:
         """Takes all children from a receiver. If it has any, it first swaps places with another receiver that can
-        serve: the farthest from the root or, if it is the head, the one with the best rate from the root."""
+        serve. A head swaps with the receiver that has the best rate from the root, any other with the receiver farthest
+        from the root."""
         tree = self._snapshot()
         others = [other for other in tree.depths if tree.fan_outs[other] and other != name]
         if not tree.children[name] or not others:
@@ -168,8 +170,8 @@ class _Snapshot:
             waiting.extend((child, depth + 1) for child in self.children[name])
 
     def excess(self, name: str) -> float:
-        """Returns by how many children a receiver with one child more would exceed its fan-out, divided by the fan-out;
-        0 if it has room."""
+        """Returns how far one more child would take a receiver beyond its fan-out, as a share of the fan-out; 0 if it
+        has room."""
         return max(len(self.children[name]) + 1 - self.fan_outs[name], 0) / self.fan_outs[name]
 
     def nearness(self, name: str) -> tuple[int, float]:

@@ -86,7 +86,7 @@ def seal(manifest_bytes: bytes, key: SigningKey) -> bytes:
 
 
 def open_sealed(data: bytes, trusted: Collection[str]) -> bytes:
-    """Returns the manifest's bytes, without the seal; raises `ManifestError` unless a `trusted` key signed them."""
+    """Returns the manifest's bytes, without the seal; raises `ManifestError` if no `trusted` key signed them."""
     assert not isinstance(trusted, str), "this is a bug: `trusted` is one key instead of a collection of keys"
     key = signer(data)
     if key not in trusted:

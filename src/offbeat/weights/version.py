@@ -1,8 +1,8 @@
 """Versions: their records, their folders on disk, adapters, and digests, which prove that two machines hold the same.
 
-A tensor's digest is blake3 over the digests of its pieces of at most 16 MiB, so that it can be computed in parallel. A
-version's digest is blake3 over the sorted names, dtypes, shapes and digests of its tensors. It is the same whether the
-tensors are in memory or in a safetensors file. Reading files does not need torch.
+A tensor's digest is blake3 over the digests of its parts of at most 16 MiB, so that it can be computed in parallel. A
+version's digest is blake3 over the sorted names, dtypes, shapes and digests of its tensors. The digest is the same
+whether the tensors are in memory or in a safetensors file. Reading files does not need torch.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class WeightsError(OffbeatError):
 
 
 def verify(version: Version) -> None:
-    """Raises `WeightsError` unless the files of a version on disk have the digest that was published."""
+    """Raises `WeightsError` if the files of a version are missing or do not have the published digest."""
     file = weights_file(version.path)
     if not file.is_file():
         raise WeightsError(f"version {version.number}: its file {file} is missing")

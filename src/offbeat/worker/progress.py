@@ -1,7 +1,7 @@
 """Says on the console what a worker does: its first version, its rate, why it is idle, and what it has made.
 
-At most one line of figures each `EVERY_S`, and one line about being idle. The worker is only watched: a line
-that is lost loses no work.
+Prints at most one line of figures, and one line about being idle, every `EVERY_S` seconds. The worker is only watched:
+its work does not depend on these lines.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ EVERY_S = 30.0
 IDLE_AFTER_S = 5.0
 """Seconds without a task until a worker is called idle; between two steps, short waits are normal."""
 UNTOLD_S = 15.0
-"""As `IDLE_AFTER_S`, while the coordinator has not yet said why there is no task: one call for tasks takes up to 5
-seconds."""
+"""Replaces `IDLE_AFTER_S` while the coordinator has not yet said why there is no task. It is longer because one call
+for tasks takes up to 5 seconds."""
 REMIND_EVERY_S = 300.0
 """Seconds after which an idle worker says again that it is idle."""
 
@@ -48,7 +48,7 @@ class WorkerProgress:
         self._idle_said_s = -math.inf
 
     async def watch(self, worker: Worker) -> None:
-        """Watches a worker until it is cancelled."""
+        """Watches a worker; runs until cancelled."""
         answers, tokens = self._num_answers, self._num_tokens
         try:
             while True:
@@ -95,7 +95,7 @@ class WorkerProgress:
             )
 
     def _fetched(self, version: int) -> str:
-        """Names a version, with what fetching the latest one cost, if it was fetched."""
+        """Describes a version, with the size and time of the latest download, if there was one."""
         latest = self._metrics.latest
         if latest is None:
             return f"version {version}"

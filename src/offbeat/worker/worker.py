@@ -312,7 +312,7 @@ class Worker:
 
     async def _take(self, version: Version) -> None:
         """Loads a version that a lease asked for. The caller must hold `_switch`: no task may be leased meanwhile."""
-        self.why_idle = f"version {version.number} is fetched and loaded"
+        self.why_idle = f"version {version.number} is being fetched and loaded"
         async with self._versions.unless_replaced(version, self.engine.version):
             await self._load_when_it_may(await self._versions.fetch(version))
 
@@ -503,7 +503,8 @@ def append(trajectory: Trajectory, generation: Generation) -> bool:
 
 class TaskRounds:
     """Tracks one worker's rounds (round: generation for one step), numbered by the version that began them. A task of a
-    finished round must not begin, however late its lease arrives. Without rounds, never asks the coordinator."""
+    finished round must not begin, however late its lease arrives. In a run without rounds, it never asks the
+    coordinator."""
 
     def __init__(self, client: WorkerClient, changes: Notifier):
         self._client, self._changes = client, changes
@@ -539,8 +540,9 @@ class TaskRounds:
 class Timings:
     """Measures an engine's work in successive intervals, for `rules.step_time`, as differences of its metrics.
 
-    An interval without a step is added to the next one. An engine has no timings unless it reports steps, rows (running
-    answers), context tokens and busy seconds. If it does not report prefilled tokens, prefill time counts as step time.
+    An interval without a step is added to the next one. There are timings only if the engine reports steps, rows
+    (running answers), context tokens and busy seconds. If it does not report prefilled tokens, prefill time counts as
+    step time.
     """
 
     def __init__(self, engine: Engine):

@@ -162,6 +162,6 @@ async def reply(request: Request, record: Any, status: int = 200) -> Response:
 
 
 async def seal(response: Response) -> None:
-    """Adds the digest of the body as a header, by which callers see that it came undamaged from the coordinator."""
+    """Adds the digest of the body as a header, so that callers can detect damage and answers from elsewhere."""
     digest = await on_bytes(bytes(response.body), wire.content_digest)
     response.raw_headers.append((wire.CONTENT_DIGEST.lower().encode(), digest.encode()))

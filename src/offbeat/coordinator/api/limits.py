@@ -20,7 +20,8 @@ class ServerSettings:
     max_decompressed_bytes: int = 256 * MIB
     """Largest body after decompression. A trajectory of a million tokens takes 8 MB."""
     max_held_bytes: int = 1024 * MIB
-    """Bytes of all unanswered bodies together, as sent plus decompressed. Further callers are told to retry later."""
+    """Most bytes of all unanswered bodies together, as sent plus decompressed. Further callers are told to retry
+    later."""
     max_head_bytes: int = 16 * 1024
     requests_per_s: float = 200.0
     """Limit per worker. A worker with 1000 slots and answers that take 10 s sends about 100 requests per second."""
@@ -30,9 +31,10 @@ class ServerSettings:
     head_within_s: float = 10.0
     body_within_s: float = 60.0
     max_wait_s: float = 30.0
-    """Longest that one call waits for work before the caller must ask again; shorter than the timeouts of proxies."""
+    """Longest time that one call waits for work before the caller must ask again; shorter than proxies' timeouts."""
     keep_alive_s: float = 75.0
-    """How long an idle connection stays open: longer than clients keep it, so that no call meets a closing one."""
+    """How long an idle connection stays open: longer than clients keep it, so that no call uses a closing
+    connection."""
     max_connections: int = 4096
     """At this limit, a new connection replaces the oldest unauthenticated one."""
     stop_within_s: float = 5.0
@@ -66,7 +68,8 @@ class Buckets:
         return self.burst if found is None else min(found[0] + (now_s - found[1]) * self.per_s, self.burst)
 
     def _forget(self, now_s: float) -> None:
-        """Frees memory: drops the full buckets, and of the others all except the `max_keys` / 2 that were used last."""
+        """Frees memory: keeps only the buckets that are not full, and of these at most the `max_keys` / 2 that were
+        used last."""
         in_use = {key: level for key, level in self._levels.items() if self._left(key, now_s) < self.burst}
         newest = sorted(in_use.items(), key=lambda item: item[1][1])[-(self._max_keys // 2) :]
         self._levels = dict(newest)

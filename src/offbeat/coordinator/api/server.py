@@ -1,8 +1,8 @@
 """Serves the coordinator's API on a socket, inside a running event loop.
 
-Guarantees: the server listens beyond this machine only with TLS or behind a proxy that terminates TLS; signal handlers
-are left alone; between `start` and `open`, every call is answered 503; after `stop`, no call is in progress and the
-port is free.
+Guarantees: the server listens beyond this machine only with TLS, behind a proxy that terminates TLS, or if
+`Address.is_plain` is set. Signal handlers are left alone. Between `start` and `open`, every call is answered 503. After
+`stop`, no call is in progress and the port is free.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Address:
             raise UserError(
                 f"serve.host = {self.host!r} is reachable from other machines, so TLS is needed; set serve.certificate "
                 "and serve.key, or serve.behind_proxy if a proxy ends TLS, or listen on 127.0.0.1; within a private "
-                'network, serve.certificate = "plain" does without'
+                'network, serve.certificate = "plain" turns TLS off'
             )
         for key, file in (("certificate", self.certificate), ("key", self.key)):
             if file is not None and not file.is_file():

@@ -1,7 +1,7 @@
 """State shared by all calls: the coordinator, whether the server is open, and waits that can be cancelled.
 
-A call that waits for work is cancelled as soon as its caller disconnects, so that no task is lost, and as soon as the
-server closes, so that closing does not have to wait for it.
+A call that waits for work is cancelled as soon as its caller disconnects, so that no task is lost. It is also cancelled
+when the server closes, so that closing need not wait.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ from offbeat.weights.signing import open_sealed
 from offbeat.weights.version import Version, WeightFolder
 
 FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-"""Allowed file names: without a path separator or leading dot, none leads out of the version's folder or to a draft."""
+"""Allowed file names. Without a path separator or leading dot, they cannot lead out of the version's folder or to a
+draft."""
 DIGEST = re.compile(r"[0-9a-f]{64}")
 MAX_PIECE_BYTES = 32 * MIB
 MAX_MANIFEST_BYTES = 64 * MIB
@@ -70,8 +71,8 @@ class Weights:
             raise Unknown(f"version {number} has no file {name}") from None
 
     async def manifest(self, number: int, digest: str | None = None) -> bytes:
-        """Returns a sealed (signed) manifest of a published version: the main one if `digest` is None. Otherwise
-        `digest` names the manifest, which may also be that of the delta or that of an adapter's base weights."""
+        """Returns a sealed (signed) manifest of a published version. `digest` names the manifest, for example that of
+        the version's delta or of an adapter's base weights; None: the main manifest."""
         version = self._version(number)
         if not version.manifest:
             raise Unknown(f"version {number} was published as whole files, without a manifest; download its files")
@@ -142,7 +143,7 @@ class Weights:
         await self._check_whole(manifest)
 
     async def _check_whole(self, manifest: Manifest) -> None:
-        """Raises `Refused` unless all pieces and manifests that `manifest` names are stored."""
+        """Raises `Refused` if a piece or manifest that `manifest` names is not stored."""
         missing = await self.missing([piece.digest for piece in manifest.pieces])
         if missing:
             raise Refused(f"{len(missing)} pieces of version {manifest.number} were never sent, such as {missing[0]}")
