@@ -124,11 +124,6 @@ REFUSALS = {
         {"batch.updates_per_step": 5},
         "batch.updates_per_step = 5: must divide batch.groups_per_step = 32, because each update trains whole groups",
     ),
-    "microbatch": (
-        {"batch.tokens_per_microbatch": 95},
-        "batch.tokens_per_microbatch = 95: allowed 96 or more, because one sample may hold rollout.max_prompt_tokens "
-        "+ rollout.max_new_tokens = 96 tokens",
-    ),
     "warmup": (
         {"optimizer.warmup_steps": 301},
         "optimizer.warmup_steps = 301: allowed 0 to run.steps = 300",

@@ -209,6 +209,8 @@ def _correction(config: Config) -> Correction:
 
 SERVED = ("vllm", "sglang")
 """Engines that run as a server process, perhaps in another Python environment."""
+MICROBATCH_TOKENS = 16384
+"""Tokens of a micro-batch where batch.tokens_per_microbatch = "auto" measures none."""
 MIN_GROUP = 2
 """Minimum and default of batch.min_group."""
 TESTING = "OFFBEAT_TESTING"
@@ -223,12 +225,6 @@ def batch_arithmetic_holds(config: Config) -> None:
         raise ValueError(
             f"batch.updates_per_step = {batch.updates_per_step}: must divide batch.groups_per_step = "
             f"{batch.groups_per_step}, because each update trains whole groups"
-        )
-    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
-    if batch.tokens_per_microbatch < longest:
-        raise ValueError(
-            f"batch.tokens_per_microbatch = {batch.tokens_per_microbatch}: allowed {longest} or more, because one "
-            f"sample may hold rollout.max_prompt_tokens + rollout.max_new_tokens = {longest} tokens"
         )
     if config.optimizer.warmup_steps > config.run.steps:
         raise ValueError(
@@ -517,8 +513,11 @@ class ModelConfig(Section):
     """Data type of the published weights. auto: bfloat16 on a GPU, else float32."""
     device: str = free("auto")
     """`cpu`, `cuda`, `cuda:1` or `mps`; auto is the fastest available."""
-    gradient_checkpointing: bool = free(False)
-    """Recompute activations in the backward pass. Slower, with less memory."""
+    gradient_checkpointing: bool | Annotated[float, Field(gt=0, lt=1)] = free(False)
+    """Recompute activations in the backward pass: of all layers, or of a share of them such as 0.5. Slower, with less
+    memory."""
+    compile: Literal["auto", "always", "never"] = free("auto")
+    """Compile the layers for the GPU. auto: on NVIDIA GPUs, if it works there, except with run.exact."""
     lora_rank: int = Field(0, ge=0)
     """Rank of LoRA adapters; only they are trained and published. 0: all weights are trained."""
     lora_alpha: float | None = Field(None, gt=0)
@@ -557,8 +556,14 @@ class BatchConfig(Section):
     """Most groups replaced per step by drop_no_signal, over groups_per_step. Further ones are trained anyway."""
     updates_per_step: int = Field(1, ge=1)
     """Optimizer updates per step; the step's groups are divided among them."""
-    tokens_per_microbatch: int = free(16384, ge=1)
-    """Tokens in one forward and backward pass. A smaller number takes less memory and gives the same result."""
+    tokens_per_microbatch: Annotated[int, Field(ge=1)] | Literal["auto"] = free("auto")
+    """Tokens in one forward and backward pass; a longer sample gets a pass of its own. A smaller number takes less
+    memory and gives the same result. auto: measured on a GPU at the start; 16384 on CPUs and with run.exact."""
+
+    @property
+    def assumed_tokens(self) -> int:
+        """Tokens of a micro-batch where none are measured."""
+        return MICROBATCH_TOKENS if self.tokens_per_microbatch == "auto" else self.tokens_per_microbatch
 
     @property
     def members(self) -> int:

@@ -34,7 +34,7 @@ def summarise(config: Config, num_parameters: int | None = None) -> list[str]:
     lines = [
         f"a step       {count(groups, 'group')} × {batch.group_size} = {count(samples, 'sample')}{apart}, {each}",
         f"tokens       at most {config.rollout.max_new_tokens:,} new per sample, {new_tokens:,} per step",
-        f"micro-batch  {batch.tokens_per_microbatch:,} tokens; at most "
+        f"micro-batch  {_microbatch_tokens(config)} tokens; at most "
         f"{count(microbatches_per_update(config), 'micro-batch')} per update",
         f"engine       {count(config.rollout.slots, 'slot')}: a step's samples in "
         f"{count(math.ceil(samples / config.rollout.slots), 'wave')} or fewer",
@@ -45,6 +45,11 @@ def summarise(config: Config, num_parameters: int | None = None) -> list[str]:
         _checkpoints(config),
     ]
     return [*lines, _disk(config, num_parameters)]
+
+
+def _microbatch_tokens(config: Config) -> str:
+    text = f"{config.batch.assumed_tokens:,}"
+    return f"{text} (measured on a GPU)" if config.batch.tokens_per_microbatch == "auto" else text
 
 
 def _learning(config: Config) -> str:
@@ -78,9 +83,9 @@ def microbatches_per_update(config: Config) -> int:
     own, prompt = rollout.max_new_tokens - 1, rollout.max_prompt_tokens
     groups = batch.claims_per_step // batch.updates_per_step
     whole_group = prompt + batch.members * own
-    if whole_group <= batch.tokens_per_microbatch:
-        return math.ceil(groups / (batch.tokens_per_microbatch // whole_group))
-    samples_at_a_time = max(1, (batch.tokens_per_microbatch - prompt) // max(own, 1))
+    if whole_group <= batch.assumed_tokens:
+        return math.ceil(groups / (batch.assumed_tokens // whole_group))
+    samples_at_a_time = max(1, (batch.assumed_tokens - prompt) // max(own, 1))
     return groups * math.ceil(batch.members / samples_at_a_time)
 
 

@@ -115,6 +115,7 @@ async def _run(folder: RunFolder, given: Given, *, from_scratch: bool) -> dict[s
             Checkpoints(folder.checkpoints, config.checkpoint.keep, adapter),
             replace(settings, num_witnesses=0),  # the only worker is trusted
             reference=reference,
+            size=model_parts.make_microbatch_size(config, policy, folder.path, reporter.event),
             span=folder.trace.span,
             event=reporter.event,
             on_step=on_step,

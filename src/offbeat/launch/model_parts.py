@@ -11,20 +11,21 @@ kinds of function.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from offbeat.config import resolved, secrets
-from offbeat.config.schema import Config, resolve_loss
+from offbeat.config.schema import SERVED, Config, resolve_loss
 from offbeat.engines.embedded import EmbeddedEngine
 from offbeat.errors import UserError
 from offbeat.launch import wiring
 from offbeat.locate import locate
-from offbeat.model.devices import be_deterministic, pick_device, pick_dtype
+from offbeat.model.devices import be_deterministic, device_name, memory_bytes, pick_device, pick_dtype
 from offbeat.model.loading import load_model
 from offbeat.model.lora import AdapterDisabled, Lora, base_tensors, describe, load_adapted
 from offbeat.trainer import attention
@@ -38,6 +39,7 @@ from offbeat.trainer.losses import (
     TokenLoss,
     Tokens,
 )
+from offbeat.trainer.microbatch_size import MicrobatchSize, SizeFile, measured
 from offbeat.trainer.policy import AdamSettings, Policy, learning_rate
 from offbeat.trainer.step import StepSettings
 from offbeat.trainer.trainer import TrainerSettings
@@ -126,6 +128,7 @@ def make_policy(config: Config) -> tuple[Policy, PreTrainedModel | None]:
         temperature=config.rollout.temperature,
         gradient_checkpointing=config.model.gradient_checkpointing,
         has_value_head=resolve_loss(config).advantage == "gae",
+        compiles=compiles(config),
     )
     if config.loss.kl_coef == 0:
         return policy, None
@@ -134,6 +137,43 @@ def make_policy(config: Config) -> tuple[Policy, PreTrainedModel | None]:
     reference = _load(config, None).requires_grad_(False)
     attention.use_packed_attention(reference)
     return policy, reference
+
+
+def compiles(config: Config) -> Literal["always", "try", "never"]:
+    """Returns whether the policy's layers are compiled: always, if it works on this machine, or never."""
+    if config.model.compile != "auto":
+        return config.model.compile
+    return "try" if pick_device(config.model.device).type == "cuda" and not config.run.exact else "never"
+
+
+def make_microbatch_size(config: Config, policy: Policy, folder: Path, event: Callable[..., None]) -> MicrobatchSize:
+    """Returns the size of micro-batches. A size that was measured or halved is kept in the trainer's `folder`, and told
+    as an event."""
+    is_measured = config.batch.tokens_per_microbatch == "auto" and policy.device.type == "cuda" and not config.run.exact
+    file = SizeFile(folder / "microbatch.json", device_name(policy.device))
+
+    def on_change(tokens: int) -> None:
+        file.write(tokens)
+        event("microbatch", tokens=tokens)
+
+    size = MicrobatchSize(config.batch.assumed_tokens, not config.run.exact, on_change)
+    if is_measured:
+        stored = file.read()
+        size.tokens = stored or measured(policy, _engine_bytes(config, policy.device), _longest(config))
+        if stored is None:
+            on_change(size.tokens)
+    return size
+
+
+def _engine_bytes(config: Config, device: torch.device) -> int:
+    """Returns the GPU memory that an engine's server on this machine takes."""
+    has_server = config.rollout.engine in SERVED and bool(config.rollout.workers)
+    memory = memory_bytes(device)
+    return int(config.engine.memory_share * memory[1]) if has_server and memory else 0
+
+
+def _longest(config: Config) -> int:
+    return config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
 
 
 def make_publisher(config: Config, folder: Path, key: Path, adapter: Adapter | None, *, is_away: bool) -> Publisher:
@@ -177,7 +217,7 @@ def step_settings(config: Config) -> StepSettings:
     advantage = group_normalised if uses_gae else ADVANTAGES.get(chosen.advantage)
     return StepSettings(
         updates_per_step=config.batch.updates_per_step,
-        tokens_per_microbatch=config.batch.tokens_per_microbatch,
+        tokens_per_microbatch=config.batch.assumed_tokens,
         advantage=advantage or locate(chosen.advantage, "loss.advantage"),
         recalls_siblings=config.batch.gate == "release",
         gae=GaeSettings(loss.gamma, loss.gae_lambda, loss.value_coef) if uses_gae else None,

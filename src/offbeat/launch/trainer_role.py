@@ -57,6 +57,9 @@ async def train(
             await client.report(step_row(report, trace.spans_since_last(), num_siblings))
             trace.flush()
 
+        def event(kind: str, **fields: Any) -> None:
+            client.events.append({EVENT: kind, **fields})
+
         trainer = Trainer(
             client,
             policy,
@@ -64,8 +67,9 @@ async def train(
             Checkpoints(folder / "checkpoints", config.checkpoint.keep, adapter),
             model_parts.trainer_settings(config),
             reference=reference,
+            size=model_parts.make_microbatch_size(config, policy, folder, event),
             span=trace.span,
-            event=lambda kind, **fields: client.events.append({EVENT: kind, **fields}),
+            event=event,
             on_step=on_step,
         )
         stopping = Stopping()

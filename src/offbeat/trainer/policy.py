@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ from offbeat.model.usage import (
     without_random,
 )
 from offbeat.trainer.attention import use_packed_attention
-from offbeat.trainer.compiling import compile_layers, layers_of, uncompiled
+from offbeat.trainer.compiling import compile_layers, layers_of, uncompiled, undo_compile
 from offbeat.trainer.not_finite import NotFinite
 from offbeat.trainer.output_head import OutputHead, exceeds_chunk
 from offbeat.trainer.packing import Microbatch, Sample, pack
@@ -77,18 +77,16 @@ class Policy:
         temperature: float = 1.0,
         gradient_checkpointing: bool | float = False,
         has_value_head: bool = False,
-        compiles: bool = False,
+        compiles: Literal["always", "try", "never"] = "never",
     ):
-        """`gradient_checkpointing` is True for all layers or the share of layers; `compiles`: compile them."""
+        """`gradient_checkpointing` is True for all layers, or a share of them. `compiles` says whether the layers are
+        compiled; "try": unless that fails on this machine."""
         self.usage = use_packed_attention(model)
         self.model, self.temperature, self.adam = model, temperature, adam
-        self.is_compiled = compiles and compile_layers(model)
         self.device = next(model.parameters()).device
         self.num_threads = torch.get_num_threads()
         self.num_updates = 0
         """Number of updates begun since this object was made; while it is unchanged, so are the weights."""
-        if gradient_checkpointing:
-            checkpoint_layers(model, float(gradient_checkpointing))
         self.head = ValueHead(model) if has_value_head else None
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if self.head is not None:
@@ -107,7 +105,18 @@ class Policy:
             if master is not parameter:
                 parameter.register_post_accumulate_grad_hook(_add_to(master))
         self._outputs: dict[int, OutputHead | None] = {}
-        check_forward(model, self.usage, self.is_compiled)
+        self.is_compiled = compiles != "never" and compile_layers(model)
+        checkpoint_layers(model, float(gradient_checkpointing))
+        try:
+            check_forward(model, self.usage, self.is_compiled)
+        except UserError as error:
+            if not self.is_compiled or compiles == "always":
+                raise
+            log.warning("model.compile: layers stay as they are, which is slower: %s", error)
+            undo_compile(model)
+            self.is_compiled = False
+            checkpoint_layers(model, float(gradient_checkpointing))
+            check_forward(model, self.usage)
 
     def use_threads(self) -> None:
         """Lets torch use as many threads as when this policy was made; an embedded engine may have set fewer."""
@@ -375,12 +384,12 @@ class ValueHead:
         return self.linear(hidden.float()).squeeze(-1)
 
 
-def checkpoint_layers(model: PreTrainedModel, share: float = 1.0) -> None:
+def checkpoint_layers(model: PreTrainedModel, share: float) -> None:
     """Turns on gradient checkpointing for a share of the layers, evenly spread: these keep only their inputs.
     transformers' own switch needs training mode, which would turn on dropout and router noise; here the model stays in
     evaluation mode."""
     layers = layers_of(model)
-    if not layers:
+    if share and not layers:
         raise UserError(f"model.gradient_checkpointing: {kind_of(model)} does not support it; set it to false")
     for i, layer in enumerate(layers):
         if int((i + 1) * share) > int(i * share):

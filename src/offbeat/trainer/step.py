@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -37,6 +39,7 @@ from offbeat.trainer.losses import (
     correct,
     k3,
 )
+from offbeat.trainer.microbatch_size import MicrobatchSize
 from offbeat.trainer.not_finite import NotFinite
 from offbeat.trainer.packing import Microbatch, Sample, pack, plan
 from offbeat.trainer.policy import Forward, Policy
@@ -74,19 +77,30 @@ def train_step(
     lr: float,
     reference: PreTrainedModel | None = None,
     weights_of: Callable[[int], Path | None] = lambda number: None,
+    size: MicrobatchSize | None = None,
 ) -> StepMetrics:
     """Trains the policy on a batch and returns the step's metrics. `reference` is the frozen initial model for a KL
-    term; None: no such term. `weights_of` returns the weights file of an older version, for audits; None: not kept."""
+    term; None: no such term. `weights_of` returns the weights file of an older version, for audits; None: not kept.
+    `size` bounds micro-batches; None: `settings.tokens_per_microbatch` does."""
     policy.use_threads()
+    size = size or MicrobatchSize(settings.tokens_per_microbatch)
     parts = parts_of(samples, settings.updates_per_step)
-    step = StepInProgress(policy, samples, settings, reference)
+    step = StepInProgress(policy, samples, settings, reference, size)
     if settings.max_sample_gap is not None:
-        step.witnessed = witness(policy, samples, settings.audit_share, weights_of, settings.tokens_per_microbatch)
-    step.begin(parts)
+        step.witnessed = size.fitting(
+            lambda: witness(policy, samples, settings.audit_share, weights_of, size.tokens), lambda: None
+        )
+    size.fitting(lambda: step.begin(parts), lambda: None)
     norms: list[float] = []
     try:
         for part in parts:
-            step.accumulate(part)
+            before = deepcopy(step.sums)
+
+            def forget(before: StepAccumulator = before) -> None:
+                policy.optimizer.zero_grad(set_to_none=True)
+                step.sums = deepcopy(before)
+
+            size.fitting(partial(step.accumulate, part), forget)
             norms.append(policy.update(lr))
     except NotFinite as error:
         error.num_updates = len(norms)
@@ -165,8 +179,10 @@ class StepInProgress:
         samples: Sequence[Sample],
         settings: StepSettings,
         reference: PreTrainedModel | None,
+        size: MicrobatchSize | None = None,
     ):
         self.policy, self.samples, self.settings, self.reference = policy, samples, settings, reference
+        self.size = size or MicrobatchSize(settings.tokens_per_microbatch)
         self.proximal: dict[int, np.ndarray] = {}
         """Log-probs at the start of the step, by sample; empty unless computed before the first update."""
         self.values: dict[int, np.ndarray] = {}
@@ -340,8 +356,8 @@ class StepInProgress:
         self.sums.microbatches += 1
 
     def _microbatches(self, chosen: Sequence[int]) -> Iterator[Microbatch]:
-        some, room = [self.samples[i] for i in chosen], self.settings.tokens_per_microbatch
-        for local in plan(some, room, shares_prompts=self.policy.usage.packs):
+        some = [self.samples[i] for i in chosen]
+        for local in plan(some, self.size.tokens, shares_prompts=self.policy.usage.packs):
             yield pack(self.samples, [chosen[i] for i in local], self.policy.device)
 
     def _flat(self, parts: Sequence[np.ndarray]) -> Tensor:

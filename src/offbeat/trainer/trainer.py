@@ -25,6 +25,7 @@ from offbeat.model.lora import published_tensors
 from offbeat.testing.crash_points import crash_here
 from offbeat.trainer.audit import Witnesses
 from offbeat.trainer.checkpoint import Checkpoints
+from offbeat.trainer.microbatch_size import MicrobatchSize
 from offbeat.trainer.not_finite import FailedStep, NotFinite
 from offbeat.trainer.packing import samples_of
 from offbeat.trainer.policy import Policy
@@ -80,12 +81,14 @@ class Trainer:
         settings: TrainerSettings,
         *,
         reference: PreTrainedModel | None,
+        size: MicrobatchSize | None = None,
         span: Callable[[str], AbstractContextManager[object]],
         event: Callable[..., None],
         on_step: Callable[[StepReport], Awaitable[None]],
     ):
         self.client, self.policy, self.weights, self.checkpoints = client, policy, weights, checkpoints
         self.settings, self.reference = settings, reference
+        self.size = size or MicrobatchSize(settings.step.tokens_per_microbatch)
         self.span, self.event, self.on_step = span, event, on_step
         self.step = 0
         self.saved_step: int | None = None
@@ -165,6 +168,7 @@ class Trainer:
                     lr,
                     self.reference,
                     self._weights_of,
+                    self.size,
                 )
             except NotFinite as error:
                 raise await self._stop_for(error, batch, lr) from error

@@ -1,0 +1,125 @@
+"""Size of a micro-batch: as configured, or measured on the GPU, and halved if the GPU runs out of memory.
+
+The size moves nothing but the order in which a step's sums are added up, so with `run.exact` it is never measured and
+never changed.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from offbeat.errors import UserError
+from offbeat.files import write_atomic
+from offbeat.model.devices import empty_cache, memory_bytes
+from offbeat.trainer.packing import Sample, pack
+from offbeat.trainer.policy import Policy
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MAX_TOKENS = 32768
+"""Largest size worth measuring: beyond it, matrix products are no faster."""
+MIN_TOKENS = 512
+"""Size that is not halved again: a GPU that cannot hold it cannot train the model."""
+PROBES = (1024, 3072)
+"""Tokens of the two passes whose memory is measured; what a pass needs grows in proportion."""
+SAFE_SHARE = 0.9
+"""Share of the free memory to plan with. The rest is for fragments and for answers longer than those measured."""
+LATER_BYTES = 12
+"""Bytes per trained parameter that the optimizer takes at the first update: a gradient and two moments."""
+
+
+@dataclass
+class MicrobatchSize:
+    """Most tokens in a micro-batch. `shrinks`: whether running out of memory may halve it. `on_change` is called with
+    each new value."""
+
+    tokens: int
+    shrinks: bool = False
+    on_change: Callable[[int], None] = lambda tokens: None
+
+    def fitting(self, work: Callable[[], T], undo: Callable[[], object]) -> T:
+        """Returns the result of `work`. If it runs out of GPU memory, calls `undo`, halves the size and tries again."""
+        while True:
+            try:
+                return work()
+            except torch.OutOfMemoryError as error:
+                needed = str(error).split(". ")[0]
+            undo()
+            gc.collect()  # an error's traceback holds the activations
+            empty_cache(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+            if not self.shrinks or self.tokens <= MIN_TOKENS:
+                raise UserError(
+                    f"batch.tokens_per_microbatch = {self.tokens}: the GPU's memory is too small ({needed}); set a "
+                    "smaller number, model.gradient_checkpointing = true, or model.lora_rank"
+                )
+            self.tokens //= 2
+            log.warning(
+                "out of GPU memory: micro-batches have %d tokens from now on; the result is the same", self.tokens
+            )
+            self.on_change(self.tokens)
+
+
+def measured(policy: Policy, num_taken_bytes: int, longest: int) -> int:
+    """Returns the largest size that fits beside what else is on the policy's GPU. `num_taken_bytes` is what other
+    processes are going to take of it; `longest` is the number of tokens of the longest prompt and answer."""
+    needed = [_peak_bytes(policy, tokens, longest) for tokens in PROBES]
+    per_token = max((needed[1] - needed[0]) / (PROBES[1] - PROBES[0]), 1.0)
+    constant = max(needed[0] - per_token * PROBES[0], 0.0)
+    found = memory_bytes(policy.device)
+    assert found is not None, "micro-batches are measured on GPUs alone"
+    free, total = found
+    num_later = LATER_BYTES * sum(master.numel() for master in policy.masters)
+    room = SAFE_SHARE * (min(free, total - num_taken_bytes - torch.cuda.memory_allocated(policy.device)) - num_later)
+    tokens = int((room - constant) / per_token) // 1024 * 1024
+    return min(max(tokens, MIN_TOKENS), MAX_TOKENS)
+
+
+def _peak_bytes(policy: Policy, num_tokens: int, longest: int) -> int:
+    """Returns the GPU memory that a pass forward and back over random answers takes at its peak, without gradients."""
+    rng = np.random.default_rng(0)
+    vocabulary = policy.model.config.get_text_config().vocab_size
+    samples = []
+    while num_tokens > 0:
+        length = min(num_tokens, longest)
+        tokens, num_tokens = rng.integers(0, vocabulary, length + 1), num_tokens - length
+        zeros = np.zeros(length, np.float32)
+        samples.append(Sample(len(samples), tokens[:1], tokens[1:], zeros, np.ones(length, bool), 0.0))
+    batch = pack(samples, range(len(samples)), policy.device)
+    empty_cache(policy.device)
+    torch.cuda.reset_peak_memory_stats(policy.device)
+    before = torch.cuda.memory_allocated(policy.device)
+    policy.forward_backward(batch, lambda found: found.logprobs.sum())
+    torch.cuda.synchronize(policy.device)
+    held = torch.cuda.memory_allocated(policy.device) - before  # the gradients, which stay
+    peak = torch.cuda.max_memory_allocated(policy.device) - before - held
+    policy.optimizer.zero_grad(set_to_none=True)
+    empty_cache(policy.device)
+    return peak
+
+
+class SizeFile:
+    """File in the trainer's folder with the size that was measured, so that a resumed run goes on with it."""
+
+    def __init__(self, path: Path, device_name: str):
+        self.path, self.device_name = path, device_name
+
+    def read(self) -> int | None:
+        """Returns the stored size; None if there is none for this kind of GPU."""
+        try:
+            stored = json.loads(self.path.read_text())
+            return int(stored["tokens"]) if stored["device"] == self.device_name else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def write(self, tokens: int) -> None:
+        write_atomic(self.path, json.dumps({"tokens": tokens, "device": self.device_name}).encode())
