@@ -11,6 +11,7 @@ from learning_samples import make_samples
 from offbeat.model.devices import be_deterministic
 from offbeat.trainer import attention, output_head
 from offbeat.trainer.checkpoint import Checkpoints
+from offbeat.trainer.microbatch_size import MicrobatchSize, measured
 from offbeat.trainer.packing import pack
 from offbeat.trainer.policy import AdamSettings, Policy
 from offbeat.trainer.step import StepSettings, train_step
@@ -99,6 +100,7 @@ def passed(**options) -> list[torch.Tensor]:
     """Log-probs and gradients of a micro-batch of uneven samples."""
     window = options.pop("window", None)
     policy = Policy(shaped_model(window), AdamSettings(), 0.9, **options)
+    assert policy.is_compiled == options.get("compiles", False)
     samples = make_samples(np.random.default_rng(0), LONG)
     batch = pack(samples, range(len(samples)), policy.device)
     logprobs = policy.forward_backward(batch, lambda found: found.logprobs.sin().sum())
@@ -136,4 +138,53 @@ def test_log_probs_in_chunks_have_the_bits_of_those_at_once(monkeypatch):
 def test_compiled_layers_agree_with_plain_ones(checkpointing, monkeypatch):
     wanted = passed()
     monkeypatch.setattr(output_head, "CHUNK_BYTES", 128 * 1000 * 4)
-    assert_like(passed(compiles="always", gradient_checkpointing=checkpointing), wanted, 0.05)
+    assert_like(passed(compiles=True, gradient_checkpointing=checkpointing), wanted, 0.05)
+
+
+def test_moments_in_host_memory_give_the_bits_of_moments_on_the_gpu(tmp_path, monkeypatch, deterministic):
+    monkeypatch.setattr("offbeat.trainer.host_adamw.CHUNK_NUMBERS", 1000)  # several chunks a parameter
+    here, away = policy_of(torch.bfloat16), policy_of(torch.bfloat16, moments_on_host=True)
+    for seed in (1, 2, 3):
+        train(here, seed)
+        train(away, seed)
+    assert torch.equal(weights(away), weights(here))
+    assert all(away.optimizer.state[master]["exp_avg"].is_pinned() for master in away.masters)
+
+    Checkpoints(tmp_path).save(3, 3, away.state())
+    again = policy_of(torch.bfloat16, moments_on_host=True)
+    again.load_state(Checkpoints(tmp_path).load(3)[1])
+    train(again, seed=4)
+    train(here, seed=4)
+    assert torch.equal(weights(again), weights(here))
+
+
+def test_a_pass_that_does_not_fit_is_halved_until_it_does():
+    policy = Policy(shaped_model(), AdamSettings())
+    samples = make_samples(np.random.default_rng(0), [(40, [3000] * 8)])
+    wanted = train_step(policy, samples, StepSettings(), lr=0.0)
+    taken = torch.cuda.max_memory_allocated()
+    told = []
+    size = MicrobatchSize(32768, shrinks=True, on_change=told.append)
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(0.7 * taken / total)
+    try:
+        found = train_step(policy, samples, StepSettings(), lr=0.0, size=size)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert told == [16384, 8192, 4096][: len(told)]
+    assert told
+    assert found.num_trained_tokens == wanted.num_trained_tokens
+    assert found.loss == pytest.approx(wanted.loss, rel=1e-2)
+
+
+def test_a_measured_micro_batch_fits():
+    policy = Policy(shaped_model(), AdamSettings())
+    total = torch.cuda.get_device_properties(0).total_memory
+    tokens = measured(policy, total - torch.cuda.memory_allocated() - 600_000_000, longest=500)
+    assert 512 <= tokens < 32768
+    samples = make_samples(np.random.default_rng(0), [(40, [460] * (tokens // 500))])
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    train_step(policy, samples, StepSettings(tokens_per_microbatch=tokens), lr=0.0)
+    assert torch.cuda.max_memory_allocated() - before <= 600_000_000

@@ -20,7 +20,6 @@ FIXED_IF_EXACT: tuple[Path, ...] = (
     ("batch", "tokens_per_microbatch"),
     ("model", "device"),
     ("model", "gradient_checkpointing"),
-    ("model", "compile"),
 )
 """Keys that may change at a resume, except in an exact run: they change how sums are split, and so their last bits."""
 

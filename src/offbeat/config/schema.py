@@ -514,10 +514,7 @@ class ModelConfig(Section):
     device: str = free("auto")
     """`cpu`, `cuda`, `cuda:1` or `mps`; auto is the fastest available."""
     gradient_checkpointing: bool | Annotated[float, Field(gt=0, lt=1)] = free(False)
-    """Recompute activations in the backward pass: of all layers, or of a share of them such as 0.5. Slower, with less
-    memory."""
-    compile: Literal["auto", "always", "never"] = free("auto")
-    """Compile the layers for the GPU. auto: on NVIDIA GPUs, if it works there, except with run.exact."""
+    """Recompute activations in the backward pass: true, or a share of layers. Saves memory, takes time."""
     lora_rank: int = Field(0, ge=0)
     """Rank of LoRA adapters; only they are trained and published. 0: all weights are trained."""
     lora_alpha: float | None = Field(None, gt=0)
@@ -557,8 +554,8 @@ class BatchConfig(Section):
     updates_per_step: int = Field(1, ge=1)
     """Optimizer updates per step; the step's groups are divided among them."""
     tokens_per_microbatch: Annotated[int, Field(ge=1)] | Literal["auto"] = free("auto")
-    """Tokens in one forward and backward pass; a longer sample gets a pass of its own. A smaller number takes less
-    memory and gives the same result. auto: measured on a GPU at the start; 16384 on CPUs and with run.exact."""
+    """Tokens in one forward and backward pass. A smaller number takes less memory and gives the same result. A longer
+    sample gets a pass of its own. auto: measured on a GPU at the start; 16384 on CPUs and with run.exact."""
 
     @property
     def assumed_tokens(self) -> int:

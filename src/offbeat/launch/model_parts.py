@@ -11,9 +11,10 @@ kinds of function.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -48,6 +49,8 @@ from offbeat.weights.publish import Publisher, RemotePublisher
 from offbeat.weights.signing import SigningKey
 from offbeat.weights.version import Adapter, weights_digest
 
+log = logging.getLogger(__name__)
+
 MAX_SAMPLE_GAP = 1.0
 """Largest mean difference, in nats, between the log-probs that came with an answer and the trainer's for the same
 weights; answers beyond it are not trained on. Engines of another precision differ by hundredths; 1 means another text
@@ -72,6 +75,10 @@ def load_loss(spec: str) -> PolicyLoss:
     return loss
 
 
+STATE_BYTES = 16
+"""Bytes per trained parameter besides the model: a float32 master, its gradient, and two moments."""
+STATE_SHARE = 0.94
+"""Share of a GPU's memory that model and training state may take; the rest is for a micro-batch."""
 NUM_THREADS = torch.get_num_threads()
 """Torch's default number of threads, read before any run of this process changes it."""
 
@@ -117,9 +124,9 @@ def make_adapter(config: Config, policy: Policy) -> Adapter | None:
 
 def make_policy(config: Config) -> tuple[Policy, PreTrainedModel | None]:
     """Returns the policy to train, and the reference (the frozen starting model), or None if the loss needs none."""
-    optimizer = config.optimizer
+    optimizer, model = config.optimizer, _load(config, _lora(config))
     policy = Policy(
-        _load(config, _lora(config)),
+        model,
         AdamSettings(
             beta2=optimizer.beta2,
             weight_decay=optimizer.weight_decay,
@@ -128,7 +135,8 @@ def make_policy(config: Config) -> tuple[Policy, PreTrainedModel | None]:
         temperature=config.rollout.temperature,
         gradient_checkpointing=config.model.gradient_checkpointing,
         has_value_head=resolve_loss(config).advantage == "gae",
-        compiles=compiles(config),
+        moments_on_host=_fits_without_moments_alone(config, model),
+        compiles=not config.run.exact and pick_device(config.model.device).type == "cuda",
     )
     if config.loss.kl_coef == 0:
         return policy, None
@@ -139,11 +147,23 @@ def make_policy(config: Config) -> tuple[Policy, PreTrainedModel | None]:
     return policy, reference
 
 
-def compiles(config: Config) -> Literal["always", "try", "never"]:
-    """Returns whether the policy's layers are compiled: always, if it works on this machine, or never."""
-    if config.model.compile != "auto":
-        return config.model.compile
-    return "try" if pick_device(config.model.device).type == "cuda" and not config.run.exact else "never"
+def _fits_without_moments_alone(config: Config, model: PreTrainedModel) -> bool:
+    """Whether the GPU holds the training state only if AdamW's moments stay in host memory."""
+    memory = memory_bytes(model.device)
+    if model.device.type != "cuda" or memory is None:
+        return False
+    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    room = STATE_SHARE * memory[1] - _engine_bytes(config, model.device)
+    needed = sum(parameter.nbytes for parameter in model.parameters()) + STATE_BYTES * num_trained
+    if needed <= room:
+        return False
+    log.info(
+        "AdamW's moments stay in host memory: %.0f GB of training state are more than the GPU's %.0f GB hold beside a "
+        "micro-batch and the engine",
+        needed / 1e9,
+        memory[1] / 1e9,
+    )
+    return True
 
 
 def make_microbatch_size(config: Config, policy: Policy, folder: Path, event: Callable[..., None]) -> MicrobatchSize:

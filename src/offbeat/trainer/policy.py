@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ from offbeat.model.usage import (
 )
 from offbeat.trainer.attention import use_packed_attention
 from offbeat.trainer.compiling import compile_layers, layers_of, uncompiled, undo_compile
+from offbeat.trainer.host_adamw import HostAdamW
 from offbeat.trainer.not_finite import NotFinite
 from offbeat.trainer.output_head import OutputHead, exceeds_chunk
 from offbeat.trainer.packing import Microbatch, Sample, pack
@@ -77,10 +78,12 @@ class Policy:
         temperature: float = 1.0,
         gradient_checkpointing: bool | float = False,
         has_value_head: bool = False,
-        compiles: Literal["always", "try", "never"] = "never",
+        compiles: bool = False,
+        moments_on_host: bool = False,
     ):
-        """`gradient_checkpointing` is True for all layers, or a share of them. `compiles` says whether the layers are
-        compiled; "try": unless that fails on this machine."""
+        """`gradient_checkpointing` is True for all layers, or a share of them. `moments_on_host` keeps AdamW's moments
+        in host memory and computes on the GPU. With `compiles`, layers are compiled
+        unless that fails on this machine; `TORCHDYNAMO_DISABLE=1` prevents it, too."""
         self.usage = use_packed_attention(model)
         self.model, self.temperature, self.adam = model, temperature, adam
         self.device = next(model.parameters()).device
@@ -93,7 +96,7 @@ class Policy:
             trained += [(f"value_head.{name}", p) for name, p in self.head.linear.named_parameters()]
         self.names, self.parameters = [name for name, _ in trained], [p for _, p in trained]
         self.masters = [p if p.dtype == torch.float32 else p.detach().float().clone() for p in self.parameters]
-        self.optimizer = torch.optim.AdamW(
+        self.optimizer = (HostAdamW if moments_on_host else torch.optim.AdamW)(
             self.masters,
             lr=0.0,
             betas=(adam.beta1, adam.beta2),
@@ -105,14 +108,14 @@ class Policy:
             if master is not parameter:
                 parameter.register_post_accumulate_grad_hook(_add_to(master))
         self._outputs: dict[int, OutputHead | None] = {}
-        self.is_compiled = compiles != "never" and compile_layers(model)
+        self.is_compiled = compiles and compile_layers(model)
         checkpoint_layers(model, float(gradient_checkpointing))
         try:
             check_forward(model, self.usage, self.is_compiled)
         except UserError as error:
-            if not self.is_compiled or compiles == "always":
+            if not self.is_compiled:
                 raise
-            log.warning("model.compile: layers stay as they are, which is slower: %s", error)
+            log.warning("layers cannot be compiled here, so training is slower: %s", error)
             undo_compile(model)
             self.is_compiled = False
             checkpoint_layers(model, float(gradient_checkpointing))
@@ -227,10 +230,14 @@ class Policy:
             master.copy_(tensors[f"master.{name}"])
             saved = {key: tensors[f"{key}.{name}"] for key in keys if f"{key}.{name}" in tensors}
             if saved:  # one tensor at a time, so that a second copy of all never exists
-                self.optimizer.state[master] = {
-                    key: value.to(state_device(key, master, group), torch.float32, copy=True)
-                    for key, value in saved.items()
-                }
+                held = self.optimizer.state[master]
+                if isinstance(self.optimizer, HostAdamW):
+                    self.optimizer.new_state(master)
+                for key, value in saved.items():
+                    if key in held:
+                        held[key].copy_(value)
+                    else:
+                        held[key] = value.to(state_device(key, master, group), torch.float32, copy=True)
         self._round_into_model()
 
 
