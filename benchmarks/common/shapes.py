@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of a model with tied embeddings."""
+    """Shape of a model, in transformers' Qwen2 architecture."""
 
     hidden: int
     inner: int
@@ -17,13 +17,16 @@ class Shape:
     num_kv_heads: int
     num_tokens: int
     """In its vocabulary."""
+    is_tied: bool = True
+    """Whether input and output embeddings are one matrix."""
 
     @property
     def num_parameters(self) -> int:
         """Norms and biases left out."""
         head = self.hidden // self.num_heads
         attention = 2 * self.hidden * (self.hidden + head * self.num_kv_heads)
-        return self.num_tokens * self.hidden + self.num_layers * (attention + 3 * self.hidden * self.inner)
+        embeddings = (1 if self.is_tied else 2) * self.num_tokens * self.hidden
+        return embeddings + self.num_layers * (attention + 3 * self.hidden * self.inner)
 
     def config(self) -> dict[str, Any]:
         return {
@@ -37,7 +40,7 @@ class Shape:
             "vocab_size": self.num_tokens,
             "max_position_embeddings": 32768,
             "rope_theta": 1e6,
-            "tie_word_embeddings": True,
+            "tie_word_embeddings": self.is_tied,
             "torch_dtype": "bfloat16",
             "bos_token_id": 0,
             "eos_token_id": 0,
@@ -47,6 +50,10 @@ class Shape:
 SHAPES = {
     "tiny": Shape(128, 256, 4, 2, 1, 512),
     "135m": Shape(576, 1536, 30, 9, 3, 49152),
+    "0.5b": Shape(896, 4864, 24, 14, 2, 151936),
     "1.5b": Shape(1536, 8960, 28, 12, 2, 151936),
+    "4b": Shape(2560, 9728, 36, 32, 8, 151936),
+    "7.6b": Shape(3584, 18944, 28, 28, 4, 152064, is_tied=False),
+    "12b": Shape(4096, 18944, 40, 32, 8, 151936, is_tied=False),
 }
-"""The second is SmolLM2-135M's, the third Qwen2.5-1.5B's."""
+"""SmolLM2-135M's, Qwen2.5-0.5B's, Qwen2.5-1.5B's, one of 4B, Qwen2.5-7B's, and one of 12B."""

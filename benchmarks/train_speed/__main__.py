@@ -1,43 +1,53 @@
-"""The trainer's speed on one GPU: `python -m benchmarks.train_speed [--quick] [--accelerator NAME]`.
+"""The trainer's speed on one GPU: `python -m benchmarks.train_speed [--quick] [--shape 4b] [--trl-python PATH]`.
 
-Offbeat's training step beside a plain step with transformers, on the same answers of uneven length, in a 1.5B model's
-shape with random weights in bfloat16. Offbeat runs with micro-batches of two sizes and with gradient checkpointing; the
-plain step pads eight answers at a time, as they come and sorted by length. The fastest of each side are compared. Each
-round builds every model anew, so a memory peak is that of one way alone.
+Offbeat's training step beside two steps written with transformers and torch alone, and beside TRL's GRPOTrainer, on the
+same 128 answers of uneven length, with random weights in bfloat16 in the shape of a real model:
 
-Figures are answer tokens per second of whole steps, the share of the card's peak that the needed FLOP are
-(`step_flops`), and the peak of allocated memory. A quick run trains a tiny shape on the CPU and decides nothing.
+- plain: padded micro-batches of eight answers, sorted by length;
+- varlen: packed rows, torch's kernel for sequences of uneven length, logits in chunks; and the same with compiled layers;
+- TRL: its own trainer on given answers, at the fastest settings that fit.
+
+Offbeat runs with several sizes of micro-batches, and with gradient checkpointing. Each round builds every model anew, so
+a memory peak is that of one way alone. Steps after the first are timed, since compiling takes place in the first.
+
+Figures are answer tokens per second of whole steps, the peak of allocated memory, and the share of the card's peak
+that the FLOP of Offbeat's rows are. The varlen baseline computes each prompt eight times; Offbeat once a row. A quick
+run trains a tiny shape on the CPU and decides nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from benchmarks import report
 from benchmarks.common.load import Load
-from benchmarks.common.shapes import SHAPES
-from benchmarks.train_speed.plain import PlainTrainer
-from benchmarks.train_speed.workload import FULL, QUICK, Size, batch, new_model, step_flops
+from benchmarks.common.shapes import SHAPES, Shape
+from benchmarks.train_speed.plain import PlainTrainer, VarlenTrainer
+from benchmarks.train_speed.workload import FULL, QUICK, batch, new_model, step_flops
+from offbeat.model.loading import resolve
 from offbeat.planner.inputs import hardware
 from offbeat.trainer.packing import Sample
 from offbeat.trainer.policy import AdamSettings, Policy
-from offbeat.trainer.step import StepSettings, train_step
+from offbeat.trainer.step import StepMetrics, StepSettings, train_step
 
-SPEED_TARGET, PEAK_TARGET = 1.0, 0.35
-SPEED_BAR, PEAK_BAR = "answer tokens/s over plain transformers", "share of peak"
-PLAIN_SAMPLES = 8
+TOKENS_TARGET, MEMORY_TARGET_GIB = 42_000.0, 60.0
+COMPILED_TARGET, TRL_TARGET, PEAK_TARGET = 1.1, 1.5, 0.35
 LR = 1e-6
-STEPS = 2  # timed in a round, after one that warms up
+STEPS = 2  # timed in a round
 GIB = 2**30
+TRL_WITHIN_S = 400.0
 say = partial(report.say, "train_speed")
 
 Step = Callable[[Sequence[Sample]], object]
@@ -45,19 +55,22 @@ Step = Callable[[Sequence[Sample]], object]
 
 @dataclass(frozen=True)
 class Way:
-    """One trainer with its settings; `microbatch_tokens` is None for the plain step."""
+    """One trainer with its settings: `kind` is ours, plain or varlen."""
 
     name: str
-    microbatch_tokens: int | None = None
-    checkpointing: bool = False
-    by_length: bool = False
+    kind: str
+    row_tokens: int = 0
+    checkpointing: bool | float = False
+    compiles: bool = False
 
-    def new_step(self, size: Size, device: torch.device, dtype: torch.dtype) -> Step:
-        model = new_model(SHAPES[size.shape], device, dtype)
-        if self.microbatch_tokens is None:
-            return PlainTrainer(model, PLAIN_SAMPLES, LR, by_length=self.by_length).step
-        policy = Policy(model, AdamSettings(), gradient_checkpointing=self.checkpointing)
-        settings = StepSettings(tokens_per_microbatch=self.microbatch_tokens, aggregate="token_mean")
+    def new_step(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> Step:
+        model = new_model(shape, device, dtype)
+        if self.kind == "plain":
+            return PlainTrainer(model, 8, LR, by_length=True).step
+        if self.kind == "varlen":
+            return VarlenTrainer(model, self.row_tokens, LR, compiles=self.compiles).step
+        policy = Policy(model, AdamSettings(), gradient_checkpointing=self.checkpointing, compiles=self.compiles)
+        settings = StepSettings(tokens_per_microbatch=self.row_tokens, aggregate="token_mean")
         return lambda samples: train_step(policy, samples, settings, LR)
 
 
@@ -67,38 +80,51 @@ class Measured:
 
     step_s: float
     peak_gib: float | None
+    num_row_tokens: int | None = None
 
 
 Rounds = Mapping[Way, Sequence[Measured | None]]  # a value per round; None: out of memory
 
 
-def ways_of(size: Size) -> list[Way]:
-    first = size.microbatch_tokens[0]
-    ours = [Way(f"Offbeat, micro-batches of {tokens:,}", tokens) for tokens in size.microbatch_tokens]
-    ours.append(Way(f"Offbeat, {first:,}, gradient checkpointing", first, checkpointing=True))
-    return [*ours, Way("plain, padded"), Way("plain, padded, sorted by length", by_length=True)]
+def ways_of(*, quick: bool) -> list[Way]:
+    if quick:
+        return [Way("Offbeat", "ours", 512), Way("Offbeat, checkpointing", "ours", 1024, True), Way("plain", "plain")]
+    return [
+        Way("Offbeat, 8k", "ours", 8192, compiles=True),
+        Way("Offbeat, 16k", "ours", 16384, compiles=True),
+        Way("Offbeat, 16k, not compiled", "ours", 16384),
+        Way("Offbeat, 32k, checkpointing", "ours", 32768, True, True),
+        Way("plain, padded", "plain"),
+        Way("varlen, 32k", "varlen", 32768),
+        Way("varlen, 32k, compiled", "varlen", 32768, compiles=True),
+    ]
 
 
-def measure(size: Size, samples: Sequence[Sample], device: torch.device, dtype: torch.dtype) -> Rounds:
-    found: dict[Way, list[Measured | None]] = {way: [] for way in ways_of(size)}
-    for number in range(size.rounds):
+def measure(
+    ways: Sequence[Way], shape: Shape, num_rounds: int, samples: Sequence[Sample], device: torch.device
+) -> Rounds:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    found: dict[Way, list[Measured | None]] = {way: [] for way in ways}
+    for number in range(num_rounds):
         for way, results in found.items():
+            start_s = time.perf_counter()
             try:
-                results.append(timed(way.new_step(size, device, dtype), samples, device))
+                results.append(timed(way.new_step(shape, device, dtype), samples, device))
             except torch.OutOfMemoryError:
                 results.append(None)
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-            last = results[-1]
-            say(f"round {number + 1}, {way.name}: {'out of memory' if last is None else f'{last.step_s:.3f} s a step'}")
+            last, taken_s = results[-1], time.perf_counter() - start_s
+            text = "out of memory" if last is None else f"{last.step_s:.3f} s a step, peak {last.peak_gib or 0:.1f} GiB"
+            say(f"round {number + 1}, {way.name}: {text} ({taken_s:.0f} s in all)")
     return found
 
 
 def timed(step: Step, samples: Sequence[Sample], device: torch.device) -> Measured:
     has_gpu = device.type == "cuda"
     wait = torch.cuda.synchronize if has_gpu else lambda: None
-    step(samples)
+    done = step(samples)
     wait()
     if has_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -108,37 +134,90 @@ def timed(step: Step, samples: Sequence[Sample], device: torch.device) -> Measur
         step(samples)
         wait()
         taken_s.append(time.perf_counter() - start_s)
-    return Measured(statistics.median(taken_s), torch.cuda.max_memory_allocated() / GIB if has_gpu else None)
+    peak_gib = torch.cuda.max_memory_allocated() / GIB if has_gpu else None
+    return Measured(
+        statistics.median(taken_s), peak_gib, done.num_row_tokens if isinstance(done, StepMetrics) else None
+    )
 
 
-def seconds_of(found: Rounds, *, ours: bool) -> list[float]:
-    """Seconds of a step by round, of the fastest way on one side; empty where none had memory enough."""
-    side = [results for way, results in found.items() if (way.microbatch_tokens is not None) == ours]
-    complete = [[one.step_s for one in results if one] for results in side if all(results)]
+def trl_rounds(python: Path, shape: Shape, samples: Sequence[Sample], cap: int) -> dict[str, Measured | None]:
+    """Steps of TRL's trainer at several settings."""
+    answers = [
+        {"prompt": one.prompt.tolist(), "response": one.response.tolist(), "reward": one.reward} for one in samples
+    ]
+    found: dict[str, Measured | None] = {}
+    for num_samples, checkpointing, compiles in ((8, False, False), (4, False, False), (16, True, False)):
+        name = f"TRL, {num_samples} answers{', checkpointing' * checkpointing}{', compiled' * compiles}"
+        with report.scratch("train_speed") as folder:
+            spec = {"config": shape.config(), "answers": answers, "scratch": str(folder), "steps": STEPS + 1}
+            spec |= {"samples": num_samples, "checkpointing": checkpointing, "compiles": compiles, "cap": cap}
+            spec |= {"group_size": len(samples) // len({one.group for one in samples})}
+            spec["tokenizer"] = str(resolve("offbeat-tiny"))
+            (folder / "spec.json").write_text(json.dumps(spec))
+            script = Path(__file__).with_name("trl_step.py")
+            command = [str(python), str(script), str(folder / "spec.json"), str(folder / "result.json")]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TRL_WITHIN_S, check=False)
+            if done.returncode == 0:
+                result = json.loads((folder / "result.json").read_text())
+                found[name] = Measured(statistics.median(result["step_s"]), result["peak_gib"])
+                say(f"{name}: {found[name]}")
+            else:
+                found[name] = None
+                say(f"{name}: {done.stderr.strip().splitlines()[-1][:300] if done.stderr else done.returncode}")
+    return found
+
+
+def seconds_of(found: Rounds, kind: str, max_gib: float = float("inf")) -> list[float]:
+    """Seconds of a step by round, of the fastest way of a kind; empty if none had memory enough, or all took more than
+    `max_gib`."""
+    complete = [
+        [one.step_s for one in results if one]
+        for way, results in found.items()
+        if way.kind == kind and all(one and (one.peak_gib or 0) <= max_gib for one in results)
+    ]
     return min(complete, key=statistics.median, default=[])
 
 
 def bars_of(
-    found: Rounds, flops: float, peak_flops: float | None, *, decides: bool
+    found: Rounds, trl: Mapping[str, Measured | None], num_tokens: int, flops: float, peak_flops: float | None
 ) -> dict[str, report.Bar | report.Unmeasured]:
-    ours_s, plain_s = seconds_of(found, ours=True), seconds_of(found, ours=False)
-    ratios = [theirs / ours for ours, theirs in zip(ours_s, plain_s, strict=False)]
-    shares = [flops / seconds / peak_flops for seconds in ours_s] if peak_flops else []
-    bars = {}
-    for name, target, values in ((SPEED_BAR, SPEED_TARGET, ratios), (PEAK_BAR, PEAK_TARGET, shares)):
-        bar = report.at_least(target, values, quick=False) if values else report.Unmeasured(target)
-        bars[name] = bar if decides else replace(bar, holds=None)
+    small_s, ours_s = seconds_of(found, "ours", MEMORY_TARGET_GIB), seconds_of(found, "ours")
+    plain_s, trl_s = seconds_of(found, "varlen"), [one.step_s for one in trl.values() if one]
+    saving = [results for way, results in found.items() if way.kind == "ours" and way.checkpointing]
+    peaks = [one.peak_gib for results in saving for one in results if one and one.peak_gib]
+    asked = {
+        "answer tokens/s within 60 GiB": (TOKENS_TARGET, [num_tokens / s for s in small_s]),
+        "over the best varlen": (COMPILED_TARGET, [b / a for a, b in zip(small_s, plain_s, strict=False)]),
+        "over TRL": (TRL_TARGET, [min(trl_s) / s for s in ours_s] if trl_s else []),
+        "share of peak": (PEAK_TARGET, [flops / s / peak_flops for s in ours_s] if peak_flops else []),
+    }
+    bars: dict[str, report.Bar | report.Unmeasured] = {
+        name: report.at_least(target, values, quick=False) if values else report.Unmeasured(target)
+        for name, (target, values) in asked.items()
+    }
+    name = "peak GiB of 32k with checkpointing"
+    bars[name] = (
+        report.at_most(MEMORY_TARGET_GIB, peaks, quick=False) if peaks else report.Unmeasured(MEMORY_TARGET_GIB)
+    )
     return bars
 
 
-def rows_of(found: Rounds, num_tokens: int, flops: float, peak_flops: float | None) -> list[tuple[str, ...]]:
+def rows_of(
+    found: Rounds, trl: Mapping[str, Measured | None], num_tokens: int, flops: float, peak_flops: float | None
+) -> list[tuple[str, ...]]:
+    named = {way.name: list(results) for way, results in found.items()} | {name: [one] for name, one in trl.items()}
     rows: list[tuple[str, ...]] = []
-    for way, results in found.items():
+    for name, results in named.items():
         done = [one for one in results if one]
-        step_s = statistics.median(one.step_s for one in done) if done else float("inf")  # inf: out of memory
-        share = f"{flops / step_s / peak_flops:.1%}" if peak_flops else ""
-        memory = f"{max(one.peak_gib for one in done if one.peak_gib):.1f}" if done and done[0].peak_gib else ""
-        rows.append((way.name, f"{step_s:.3f}", f"{num_tokens / step_s:,.0f}", share, memory))
+        if not done:
+            rows.append((name, "out of memory", "", "", ""))
+            continue
+        seconds = [one.step_s for one in done]
+        step_s, spread = statistics.median(seconds), f" ({min(seconds):.2f} to {max(seconds):.2f})"
+        share = f"{flops / step_s / peak_flops:.2f}" if peak_flops else ""
+        memory = max((one.peak_gib for one in done if one.peak_gib), default=None)
+        shown = "" if memory is None else f"{memory:.1f}"
+        rows.append((name, f"{step_s:.3f}{spread}", f"{num_tokens / step_s:,.0f}", share, shown))
     return rows
 
 
@@ -152,24 +231,36 @@ def peak_of(device: torch.device, called: str | None) -> float | None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train_speed", description="The trainer's speed.")
     parser.add_argument("--quick", action="store_true", help="a tiny shape on the CPU: decides nothing")
+    parser.add_argument("--shape", default="1.5b", choices=sorted(SHAPES), help="of the model (1.5b)")
+    parser.add_argument("--rounds", type=int, default=2, help="models built for each way (2)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="ways whose names contain one of TEXT,TEXT")
     parser.add_argument("--accelerator", metavar="NAME", help="the GPU's name in the planner's catalogue")
+    parser.add_argument("--trl-python", metavar="PATH", help="of an environment with TRL; without it, TRL is left out")
     options = parser.parse_args()
     if not options.quick and not torch.cuda.is_available():
         say("needs a GPU; --quick trains a tiny shape on the CPU")
         return 2
     size, load = QUICK if options.quick else FULL, Load()
-    device, dtype = (torch.device("cpu"), torch.float32) if options.quick else (torch.device("cuda"), torch.bfloat16)
+    shape = SHAPES["tiny" if options.quick else options.shape]
+    device = torch.device("cpu" if options.quick else "cuda")
     samples = batch(size)
+    ways = [way for way in ways_of(quick=options.quick) if any(t in way.name for t in options.only.split(","))]
+    found = measure(ways, shape, options.rounds, samples, device)
+    trl = trl_rounds(Path(options.trl_python), shape, samples, size.cap_tokens) if options.trl_python else {}
     num_tokens = sum(sample.num_tokens for sample in samples)
-    flops, peak_flops = step_flops(SHAPES[size.shape], samples), peak_of(device, options.accelerator)
-    found = measure(size, samples, device, dtype)
+    num_rows = [one.num_row_tokens for results in found.values() for one in results if one and one.num_row_tokens]
+    flops = step_flops(shape, samples, min(num_rows, default=num_tokens))
+    peak_flops = peak_of(device, options.accelerator)
+    bars = bars_of(found, trl, num_tokens, flops, peak_flops)
     report.show(
         "train_speed",
         ("way", "s a step", "answer tokens/s", "share of peak", "peak GiB"),
-        rows_of(found, num_tokens, flops, peak_flops),
-        bars_of(found, flops, peak_flops, decides=not options.quick),
-        **{"quick": options.quick, "size": asdict(size), "step_flops": flops, "peak_flops": peak_flops},
+        rows_of(found, trl, num_tokens, flops, peak_flops),
+        {name: report.Unmeasured(bar.target) for name, bar in bars.items()} if options.quick else bars,
+        **{"quick": options.quick, "shape": asdict(shape), "size": asdict(size)},
+        **{"num_tokens": num_tokens, "step_flops": flops, "peak_flops": peak_flops},
         rounds={way.name: [one and asdict(one) for one in results] for way, results in found.items()},
+        trl={name: one and asdict(one) for name, one in trl.items()},
         **load.shares(),
     )
     return 0

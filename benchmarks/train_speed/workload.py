@@ -10,33 +10,30 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.common.shapes import SHAPES, Shape
+from benchmarks.common.shapes import Shape
 from offbeat.trainer.packing import Sample
 
 
 @dataclass(frozen=True)
 class Size:
-    """The shape, and a batch of answers with log-normal lengths."""
+    """A batch of answers with log-normal lengths."""
 
-    shape: str
     num_groups: int
     group_size: int
     num_prompt_tokens: int
     median_tokens: int
     cap_tokens: int
-    microbatch_tokens: tuple[int, ...]
-    """Micro-batch sizes to try with Offbeat; the first is also tried with gradient checkpointing."""
-    rounds: int
+    vocabulary: int
     sigma: float = 0.8
 
 
-FULL = Size("1.5b", 16, 8, 256, 600, 4000, (32768, 16384), rounds=3)
-QUICK = Size("tiny", 4, 4, 8, 24, 96, (1024, 512), rounds=2)
+FULL = Size(16, 8, 256, 600, 4000, 151000)
+QUICK = Size(4, 4, 8, 24, 96, 512)
 
 
 def batch(size: Size, seed: int = 1) -> list[Sample]:
     """Random tokens and rewards; log-probs are those of a model that finds all tokens alike."""
-    rng, num_tokens = np.random.default_rng(seed), SHAPES[size.shape].num_tokens
+    rng, num_tokens = np.random.default_rng(seed), size.vocabulary
     samples = []
     for group in range(size.num_groups):
         prompt = rng.integers(0, num_tokens, size.num_prompt_tokens)
@@ -57,12 +54,13 @@ def new_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> PreTrai
     return model.eval()
 
 
-def step_flops(shape: Shape, samples: Sequence[Sample]) -> float:
-    """FLOP that a step on these samples needs: three passes over prompts and answers with causal attention.
-
-    Padding and recomputed activations do not count; the output layer counts for answers alone.
-    """
-    lengths = np.array([len(sample.prompt) + sample.num_tokens for sample in samples], float)
-    num_answer_tokens, head = sum(sample.num_tokens for sample in samples), shape.num_tokens * shape.hidden
-    attention = shape.num_layers * shape.hidden * (lengths**2).sum()
-    return 6 * ((shape.num_parameters - head) * lengths.sum() + head * num_answer_tokens + attention)
+def step_flops(shape: Shape, samples: Sequence[Sample], num_row_tokens: int) -> float:
+    """FLOP of a step: three passes over `num_row_tokens` tokens, and over causal attention. A prompt's own attention
+    counts once. Recomputed activations do not count; the output layer counts for answers alone."""
+    own = np.array([sample.num_tokens for sample in samples], float)
+    prompts = np.array([len(sample.prompt) for sample in samples], float)
+    first = {sample.group: len(sample.prompt) for sample in samples}
+    pairs = (own * prompts + own**2 / 2).sum() + sum(length**2 / 2 for length in first.values())
+    head = shape.num_tokens * shape.hidden
+    body = shape.num_parameters - head * (1 if shape.is_tied else 2)
+    return 6 * (body * num_row_tokens + head * own.sum() + 2 * shape.num_layers * shape.hidden * pairs)

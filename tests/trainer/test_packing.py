@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learning_models import KINDS, tiny_model
 from learning_samples import make_samples, one_by_one
+from varlen_reference import attend_run_by_run
 
 from offbeat.ledger.records import Batch, BatchGroup, Member
 from offbeat.trainer import attention
@@ -63,23 +64,6 @@ def test_a_sliding_window_is_kept_to(short_tokens, monkeypatch):
     got = policy.logprobs(pack(samples, range(2), CPU))
     wanted = torch.cat([one_by_one(plain, s, 1.0) for s in samples])
     torch.testing.assert_close(got, wanted.detach(), rtol=1e-4, atol=1e-5)
-
-
-def attend_run_by_run(query, key, value, query_ends, key_ends, max_queries, max_keys, *, scale, window_size):
-    """What torch's variable-length kernel computes on a GPU, one run after the other."""
-    found = []
-    ends = zip(query_ends.tolist(), query_ends[1:].tolist(), key_ends.tolist(), key_ends[1:].tolist(), strict=False)
-    for first, last, first_key, last_key in ends:
-        q, k, v = query[first:last], key[first_key:last_key], value[first_key:last_key]
-        assert len(q) <= max_queries
-        assert len(k) <= max_keys
-        repeats = q.shape[1] // k.shape[1]
-        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(repeats, 1)) * scale
-        behind = torch.arange(len(q))[:, None] + len(k) - len(q) - torch.arange(len(k))
-        hidden = (behind < 0) | ((behind > window_size[0]) if window_size[0] >= 0 else False)
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        found.append(torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(repeats, 1)))
-    return torch.cat(found)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "windowed"])
