@@ -57,7 +57,7 @@ class RewardLog:
         self._keep(text.encode())
 
     def move(self, path: Path) -> None:
-        """Moves the log to the end of another file, in which it goes on."""
+        """Appends the log so far to another file and continues there; deletes the old file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._lock:
             self._file.close()
@@ -294,7 +294,8 @@ def _culprit(unanswered: set[int], num_begun: int, in_turn: bool) -> int | None:
 
 
 def _new_cell() -> IO[bytes]:
-    """Creates the file for `Progress`, in memory if possible: writing to a mapping on a full disk kills the process."""
+    """Creates the file that `Progress` maps. It is in memory if possible, because a write to a mapped file on a full
+    disk kills the process."""
     if hasattr(os, "memfd_create"):
         cell: IO[bytes] = os.fdopen(os.memfd_create("offbeat"), "w+b", 0)
     else:

@@ -64,7 +64,7 @@ def crash_here(point: str) -> None:
 
 
 def _is_first(point: str) -> bool:
-    """Returns whether no process has died at this point before, and creates the file that tells later processes so.
+    """Returns whether this process is the first to die at this point, and creates the file that tells later processes.
     Without `OFFBEAT_CRASH_ONCE`, returns True and creates nothing."""
     folder = os.environ.get(ONCE)
     if folder is None:

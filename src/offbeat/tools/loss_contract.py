@@ -52,13 +52,13 @@ class ContractBroken(Exception):
 
 
 def kind_of(function: Callable[..., Any], spec: str) -> str:
-    """Returns "loss" or "advantage", by the names of the function's parameters; `spec` names it in errors."""
+    """Returns "loss" or "advantage", by the names of the function's parameters. `spec` names the function in errors."""
     names = set(inspect.signature(function).parameters)
     found = [kind for kind, wanted in PARAMETERS.items() if names & wanted]
     if len(found) != 1:
         raise UserError(
             f"{spec}: takes {', '.join(sorted(names)) or 'nothing'}; a loss takes tokens and settings, an advantage "
-            "rewards and groups; name them so, or add --kind loss or --kind advantage"
+            "rewards and groups; name its parameters so, or add --kind loss or --kind advantage"
         )
     return found[0]
 
@@ -179,8 +179,8 @@ class _LossTrial:
         return torch.where(tokens.mask, values.detach(), 0.0), torch.zeros_like(leaf) if gradient is None else gradient
 
     def _compare(self, tokens: Tokens, at: Tensor, where: str, why: str) -> None:
-        """Raises unless the losses and the gradient of `tokens` equal those computed before for all made-up tokens, at
-        the indices `at`. `where` and `why` complete the message."""
+        """Raises `ContractBroken` if the losses or gradients of `tokens` differ from those of the same tokens among all
+        made-up tokens, where their indices are `at`. `where` and `why` complete the message."""
         for name, new, whole in zip(
             ("value", "gradient"), self._cost(tokens, self.weights[at]), self.whole, strict=True
         ):

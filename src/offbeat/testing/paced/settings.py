@@ -13,7 +13,7 @@ from offbeat.testing.paced import noise
 
 class LengthModel(Protocol):
     """Decides how many tokens an answer has, including its stop token. The number depends only on the task's seed, so
-    that an unfinished answer ends at the same token on whichever worker continues it."""
+    an unfinished answer ends at the same token whichever worker continues it."""
 
     def num_tokens(self, seed: int) -> int: ...
 
@@ -63,7 +63,7 @@ class PacedSettings:
     exact: bool = True
     """Value to report as `Capabilities.exact`; the engine itself is always exact."""
     splits_by_version: bool = True
-    """False: refuse loads while requests run, like an engine that cannot split."""
+    """False: refuse loads while requests run, like an engine that cannot split answers into segments."""
 
     def __post_init__(self) -> None:
         for name, least in (("num_slots", 1), ("max_context_tokens", 2), ("vocab_size", 2)):

@@ -100,7 +100,7 @@ def check_device(device: torch.device, *, is_used: bool) -> Iterator[Finding]:
 def check_memory(
     config: Config, parameters: int, device: str, free: int, total: int, *, starts_server: bool
 ) -> Finding:
-    """Checks that the device has the memory that training needs, besides what an engine's server on it would take."""
+    """Checks that the device has enough memory for training, besides the share that an engine's server on it takes."""
     parts = training_bytes(config, parameters, on_gpu=device != "cpu")
     needed = sum(parts.values())
     left = int(total * (1 - config.engine.memory_share))
@@ -119,11 +119,12 @@ def check_memory(
 
 
 def training_bytes(config: Config, num_parameters: int, *, on_gpu: bool) -> dict[str, int]:
-    """Returns the minimum memory of trainer and embedded engine on one device by kind, besides activations and KV."""
+    """Returns the least memory that trainer and embedded engine need on one device, as bytes by purpose. Activations
+    and KV are not included."""
     dtype = "bfloat16" if config.model.dtype == "auto" and on_gpu else config.model.dtype
     weights, has_engine = BYTES_PER_PARAMETER[dtype] * num_parameters, config.rollout.engine == "embedded"
     engine = {"engine": weights} if has_engine else {}
-    if config.model.lora_rank:  # frozen, and also the reference; adapters are too small to count
+    if config.model.lora_rank:  # the frozen weights also serve as the reference; adapters are too small to count
         return {"weights": weights, **engine}
     state = {"weights": FLOAT_BYTES * num_parameters + weights * (dtype == "bfloat16")}
     state |= {"optimizer": 2 * FLOAT_BYTES * num_parameters, "gradients": FLOAT_BYTES * num_parameters}
@@ -220,7 +221,9 @@ async def _facts(url: str) -> Facts:
             if path == "/continue_generation":  # workers always send it, because SGLang does not report pauses
                 return None
             if path not in ("/generate", "/inference/v1/generate"):
-                raise EngineError(f"{self.url}: the server is paused; a worker loads weights or died; try again soon")
+                raise EngineError(
+                    f"{self.url}: the server is paused; a worker loads weights, or died while it did; try again soon"
+                )
             return await super().post(path, body, **options)
 
     server = ReadOnlyServer(url, api_key=os.environ.get(KEY_VARIABLE))
@@ -231,7 +234,7 @@ async def _facts(url: str) -> Facts:
 
 
 async def _dialect(server: Server) -> Dialect:
-    """Finds out whether a server runs SGLang or vLLM: each answers some request as no other engine does."""
+    """Finds out whether a server runs SGLang or vLLM, by a request that no other engine answers in the same way."""
     from offbeat.engines.http_calls import ServerAway, ServerRefused
     from offbeat.engines.sglang.api import SglangDialect
     from offbeat.engines.vllm.api import VllmDialect
