@@ -168,8 +168,8 @@ REFUSALS = {
     ),
     "exact staleness": (
         {"schedule.max_staleness": 1, "run.exact": True},
-        "schedule.max_staleness = 1: allowed only 0 with run.exact = true, or else the order of training would depend "
-        "on which worker was faster",
+        "schedule.max_staleness = 1: allowed only 0 with run.exact = true, because otherwise the order of training "
+        "would depend on which worker was faster",
     ),
     "exact slots": (
         {"rollout.slots": 15, "run.exact": True},

@@ -1,8 +1,8 @@
 """Passwords and tokens in URLs: kept in a separate file and never shown.
 
 A URL such as s3://KEY:SECRET@bucket/run may stand anywhere in a configuration. It is written, printed and sent to other
-roles without its login and its query. The whole value is in `secrets.json`, beside the run's config.json and readable
-only by its owner. Loading config.json puts the whole value back.
+roles without its login and its query. The complete URL is in `secrets.json`, beside the run's config.json and readable
+only by its owner. Loading config.json puts the complete URL back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Index of keys and values that aborted requests left in the KV cache, from which a request resumes without prefill.
+"""Index of keys and values that aborted requests left in the KV cache, so that a request can resume without prefill.
 
 A free slot keeps its content until another request needs the slot, so caching takes no memory from running requests. A
 prefix found for a request consists of the request's own tokens, with the same split into prompt and response, because
@@ -29,7 +29,7 @@ class CachedPrefix:
     tokens: np.ndarray
     """Tokens whose keys and values are in the slot."""
     num_prompt: int
-    """Number of tokens in the request's prompt."""
+    """Number of tokens in the aborted request's prompt."""
     kv_version: int
     """Number of the oldest version of the weights that computed any of the keys and values."""
     kv_lag: int = 0

@@ -344,7 +344,7 @@ class LoadedVersion:
 
 @dataclass(eq=False)
 class ActiveRequest:
-    """One request to a server and its tokens so far; knows which versions sampled them and computed their KV. No I/O.
+    """One request to a server and its tokens so far, with the versions that sampled them and computed their KV. No I/O.
 
     A request may take several calls: if a load of weights or a broken connection ends a call, a new call continues the
     request.
@@ -357,7 +357,7 @@ class ActiveRequest:
     is_aborted: bool = False
     """Whether the caller aborted the request and gets the tokens so far."""
     is_moving: bool = False
-    """Whether the current call is aborted because of a load; a new call continues the request after it."""
+    """Whether the current call is aborted because of a load; a new call continues the request after the load."""
     num_calls: int = 0
     call: Call | None = None
     _tokens: list[int] = field(default_factory=list)
@@ -401,8 +401,8 @@ class ActiveRequest:
         )
 
     def begin(self, loaded: LoadedVersion, prefix: str) -> Call:
-        """Begins the request's next call and returns it, to be sent while the server has `loaded`. `prefix` begins the
-        call's id and is unique to this engine on the server."""
+        """Begins the request's next call and returns it, to be sent while the server has `loaded`. The call's id begins
+        with `prefix`, which no other engine uses on this server."""
         rest = self.rest
         self.num_calls += 1
         name = f"{prefix}-{rest.id}-{self.num_calls}"
@@ -439,8 +439,8 @@ class ActiveRequest:
         self._kv.append(min(self._kv[-1], loaded.number) if keeps_kv else loaded.number)
 
     def end(self, *, has_spans: bool) -> None:
-        """Ends the call and turns its tokens into segments, each sampled by one version. With `has_spans`, drops the
-        tokens and raises an `EngineError` unless the server's spans say which weights sampled each token."""
+        """Ends the call and turns its tokens into segments, each sampled by one version. With `has_spans`, the server's
+        spans must say which weights sampled each token; otherwise drops the tokens and raises an `EngineError`."""
         tokens, logprobs = np.asarray(self._tokens, np.int32), np.asarray(self._logprobs, np.float32)
         try:
             if len(tokens):

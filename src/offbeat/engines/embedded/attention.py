@@ -32,8 +32,8 @@ _short_mask: ContextVar[Tensor | None] = ContextVar("short_context", default=Non
 def short_context(mask: Tensor | None) -> Iterator[None]:
     """Tells attention, within the `with` block, that the last rows of a decode step need only a shorter context.
 
-    If `mask` is (n, 1, 1, c), the last n rows use it and need only the first c tokens of their slots. If it is None,
-    all rows read the same context. It goes through a context variable, because models hand only one mask on.
+    A `mask` of shape (n, 1, 1, c) is for the last n rows, which need only the first c tokens of their slots. If it is
+    None, all rows read the same context. It is kept in a context variable, because a model passes only one mask on.
     """
     token = _short_mask.set(mask)
     try:

@@ -58,8 +58,8 @@ class EngineServer:
         start_within_s: float,
     ):
         """`name` appears in errors. Each start makes a new endpoint and passes the endpoint's options to `command`,
-        which returns the command line. The server starts once the file lock `lock` is free, which is held until an
-        earlier server is gone. Its output is appended to `log`; it is stopped unless it answers in `start_within_s`."""
+        which returns the command line. The server starts once an earlier server is gone and has freed the file `lock`.
+        Its output is appended to `log`. If it does not answer in `start_within_s`, it is stopped."""
         self.name, self.log, self.start_within_s = name, log, start_within_s
         self._command, self._environment, self._lock = command, dict(environment), lock
         self._new_endpoint = new_endpoint
