@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from offbeat.ledger.workers import WorkerRecord
 
 ACTIONS = {
-    "token": "a token that one worker can join with, once",
-    "list": "the workers that have joined",
+    "token": "print a token with which one worker can join, once",
+    "list": "list the workers that have joined",
     "revoke": "make a worker's secret invalid",
 }
 ROLES = ("rollout", "reward", "trainer")
@@ -38,9 +38,11 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("run", metavar="RUN", nargs="?", help=RUN_HELP)
     parser.add_argument("name", metavar="NAME", nargs="?", help="with revoke: the worker")
-    parser.add_argument("--role", choices=ROLES, help="with token: what the worker may do (rollout)")
-    parser.add_argument("--minutes", type=float, help=f"with token: how long it can be used ({DEFAULT_MINUTES:g})")
-    parser.add_argument("--reason", help="with revoke: the reason that the worker sees")
+    parser.add_argument("--role", choices=ROLES, help="with token: what the worker may do (default: rollout)")
+    parser.add_argument(
+        "--minutes", type=float, help=f"with token: how long it can be used (default: {DEFAULT_MINUTES:g})"
+    )
+    parser.add_argument("--reason", help="with revoke: the reason to give to the worker")
     parser.add_argument("--json", action="store_true", help="with list: one line of JSON")
 
 

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from offbeat.ledger.ledger import Ledger
     from offbeat.ledger.reports import RunReport
 
-ACTIONS = {"verify": "everything that must always hold does hold", "show": "who made what, and what is waited for"}
+ACTIONS = {
+    "verify": "check the rules that must always hold",
+    "show": "print who made what, and what the run waits for",
+}
 
 
 def add_arguments(parser: Parser) -> None:

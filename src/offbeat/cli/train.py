@@ -37,9 +37,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--from-scratch",
         action="store_true",
-        help="with --resume: where the checkpoints are lost, undo all steps of the run and begin again",
+        help="with --resume: if the checkpoints are lost, undo all steps of the run and begin again",
     )
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print what it adds up to, and stop")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print a summary of the run, and stop")
     parser.add_argument(
         "--keys", nargs="?", const="common", choices=("common", "all"), help="list the common keys, or all, and stop"
     )
@@ -100,7 +100,7 @@ def _supervise(
 
 
 def _dry_run(config: Config, resume: Path | None) -> int:
-    """Checks everything that needs no GPU, then prints what the run adds up to and what was checked."""
+    """Checks everything that needs no GPU, then prints a summary of the run and what was checked."""
     import asyncio
 
     from offbeat.cli import main

@@ -40,7 +40,7 @@ REMOVED: dict[tuple[str, str], Removed] = {
 
 
 def removed_at(place: Path) -> Removed | None:
-    """Returns the record of the removed key at `place`, such as ("optimizer", "eps"); None if no key was removed there."""
+    """Returns the record of the removed key at `place`, such as ("optimizer", "eps"); None if there was no such key."""
     names = [name for name in place if isinstance(name, str)]
     return REMOVED.get((names[0], names[1])) if len(names) == 2 else None
 

@@ -199,8 +199,8 @@ def _advantage(config: Config) -> str:
 
 
 def _correction(config: Config) -> Correction:
-    """Returns the default correction: "off" only if data cannot be off-policy through older weights or the arithmetic of
-    another engine."""
+    """Returns the default correction: "off" if all data is on-policy, because it comes from the current weights and the
+    embedded engine."""
     if config.schedule.bound == 0 and config.rollout.engine == "embedded":
         return "off"
     return "sequence_tis" if config.loss.preset.policy == "sequence_clip" else "tis"
