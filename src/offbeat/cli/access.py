@@ -102,7 +102,7 @@ def _check(arguments: argparse.Namespace) -> None:
             shown = name.upper() if name == "name" else f"--{name}"
             raise UserError(f"{shown} goes with offbeat worker {action}, not with offbeat worker {arguments.action}")
     if arguments.action == "revoke" and not arguments.name:
-        raise UserError("a worker's NAME is missing; offbeat worker list lists them")
+        raise UserError("a worker's NAME is missing; offbeat worker list prints the names")
 
 
 def _ledger(folder: Path, *, read_only: bool = False) -> Ledger:

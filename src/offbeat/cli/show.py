@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def _task(word: str | None) -> int | None:
     if word is not None and not word.isdecimal():
-        raise UserError(f"{word!r} is not a task's ID, which is a whole number; offbeat show RUN lists them")
+        raise UserError(f"{word!r} is not a task's ID, which is a whole number; offbeat show RUN lists the IDs")
     return None if word is None else int(word)
 
 
@@ -156,7 +156,7 @@ def _one_line(text: str | None) -> str:
 
 
 def _nothing(ledger: Ledger, which: TrajectoryFilter) -> str:
-    """Says that the list is empty; if there are answers of the other purpose, also which option lists them."""
+    """Says that the list is empty. If the run has evaluation answers instead, also says that --eval lists these."""
     kind = {"train": "training ", "eval": "evaluation ", None: ""}[which.purpose]
     at = "" if which.step is None else f" at step {which.step}"
     said = f"no {kind}answers{at}" + (" with these filters" if any(vars(which)[name] for name in FILTERS[1:]) else "")

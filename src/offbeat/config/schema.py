@@ -549,7 +549,7 @@ class BatchConfig(Section):
     """Answers per prompt, which are compared with each other."""
     gate: Literal["strict", "release", "batch"] = "strict"
     """Condition for training on an answer. strict: its whole group is scored. release: the answer itself is scored; its
-    baseline is the siblings known by then. batch: the same, with the batch as baseline."""
+    baseline comes from the siblings scored by then. batch: the same, but the baseline comes from the batch."""
     min_group: int = Field(MIN_GROUP, ge=MIN_GROUP)
     """Fewest scored answers with which a group is trained (gate = "strict")."""
     drop_no_signal: bool | None = None

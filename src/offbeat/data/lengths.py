@@ -70,8 +70,8 @@ def refuse_long(found: list[PromptLengths], policy: Literal["error", "skip", "cu
         count = f"{one.num_long:,} of {one.num_prompts:,} {row} {verb} too long"
         if policy == "error":
             raise UserError(
-                f"{too_long(one.first_long, one.first_tokens, limit)}; {count}; raise it to {one.longest} or more, or "
-                f"set {SKIP_OR_CUT}"
+                f"{too_long(one.first_long, one.first_tokens, limit)}; {count}; raise this limit to {one.longest} or "
+                f"more, or set {SKIP_OR_CUT}"
             )
         if one.num_long == one.num_prompts and not one.is_sample:
             raise UserError(

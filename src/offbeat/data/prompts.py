@@ -168,7 +168,7 @@ class Renderer:
         if length == 0:
             raise BadPrompt(empty(place))
         if length > self.max_prompt_tokens:
-            raise BadPrompt(too_long(place, length, self.max_prompt_tokens), f"raise it, or set {SKIP_OR_CUT}")
+            raise BadPrompt(too_long(place, length, self.max_prompt_tokens), f"raise this limit, or set {SKIP_OR_CUT}")
         if self.window_tokens is not None and length + self.max_new_tokens > self.window_tokens:
             raise BadPrompt(
                 f"{place}: its prompt has {length} tokens, which with rollout.max_new_tokens = {self.max_new_tokens} "

@@ -434,7 +434,7 @@ class ActiveRequest:
         return bool(self._tokens) and request.kv is KvMode.STALE and 0 <= number - self._kv[-1] <= request.kv_lag
 
     def load(self, loaded: LoadedVersion, *, keeps_kv: bool) -> None:
-        """Records that the server loaded `loaded` during the call and, unless `keeps_kv`, dropped the call's KV."""
+        """Records that the server loaded `loaded` during the call, and whether it kept the call's KV (`keeps_kv`)."""
         self._loaded.append(loaded)
         self._kv.append(min(self._kv[-1], loaded.number) if keeps_kv else loaded.number)
 

@@ -7,7 +7,8 @@
 - A plain function judges samples one after another, an async function concurrently. Each sample has a deadline.
 - A function with TRL's signature is called once for many samples, with lists (`ListReward`).
 - A reward that raises, or does not return a finite number, gives an error, never a value; the traceback is in the log.
-- The process ends with its pool: when the pipe closes and, on Linux, by a signal even in the middle of a sample.
+- When the pool ends, the pipe closes, and so this process ends. On Linux, a signal ends it even in the middle of a
+  sample.
 """
 
 from __future__ import annotations
@@ -302,8 +303,8 @@ def _completion(sample: Mapping[str, Any]) -> str | list[dict[str, str]]:
 
 
 def parts_of(value: Any) -> list[tuple[float, str, int]]:
-    """Returns (value, name, position) for each part of `value`, which must be a number, a dict of numbers by name, or a
-    list of (position, value, name); else raises `BadValue`."""
+    """Returns (value, name, position) for each part of `value`. Raises `BadValue` if `value` is not a number, a dict of
+    numbers by name, or a list of (position, value, name)."""
     if isinstance(value, list | tuple):
         if not value:
             raise BadValue("the reward returned an empty list; return a number, or (position, value, name) for each")

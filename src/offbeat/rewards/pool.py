@@ -250,8 +250,8 @@ class RewardPool:
         return [name for name, queue in self._queues.items() if queue and self._num_running[name] < most]
 
     def _take(self, name: str) -> list[_Job]:
-        """Takes from the queue of reward `name` the samples for one message, and returns them; a sample that must be
-        judged alone gets a message of its own. Drops samples whose call has already ended."""
+        """Takes the samples for one message from the queue of reward `name`. A sample that must be judged alone gets a
+        message of its own. Drops samples whose call has already ended."""
         queue, jobs = self._queues[name], list[_Job]()
         size = min(MAX_PIECE, -(-len(queue) // self.num_processes))
         while queue and len(jobs) < size and not (jobs and queue[0].alone):
@@ -407,7 +407,7 @@ class Shaping:
 
     @property
     def given_names(self) -> set[str]:
-        """Names in `weights` without that of the length penalty, so those of the parts that rewards must give."""
+        """Names in `weights` except that of the length penalty; rewards must give parts with these names."""
         return self.weights.keys() - ({OVERLONG} if self.overlong_tokens else set())
 
     def check_names(self, names: Collection[str]) -> None:

@@ -96,8 +96,8 @@ class RewardLog:
 
 
 GRACE_S = 2.0
-"""Seconds by which the pool extends a deadline: for a process that has not begun its work, because the machine may be
-busy, and for deadlines that the process itself enforces."""
+"""Seconds that the pool adds to a deadline that the process itself enforces, and to that of a process that has not
+begun its work, because the machine may be busy."""
 EXIT_S = 5.0
 """Longest wait for a killed process to end; this takes milliseconds unless the machine is overloaded."""
 

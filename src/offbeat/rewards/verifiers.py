@@ -26,7 +26,7 @@ NUMBER = re.compile(
     r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
     r"(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3})?"
 )
-"""Pattern of a number. A minus sign belongs to it unless another number precedes the sign: 10-5 ends with 5."""
+"""Pattern of a number. A minus sign belongs to it, except right after another number: 10-5 ends with 5."""
 ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 LATEX_MARKS = ("$", "\\(", "\\[", "\\boxed")
 

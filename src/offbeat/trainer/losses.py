@@ -215,8 +215,8 @@ def sequence_tis(tokens: Tokens, settings: CorrectionSettings) -> Correction:
 
 
 def sequence_mask(tokens: Tokens, settings: CorrectionSettings) -> Correction:
-    """Weight min(ρ, high) for tokens of sequences whose geometric mean of ρ lies within [low, high] and that have no
-    token with ρ below `VETO`; other sequences are rejected."""
+    """Weight min(ρ, high) for tokens of kept sequences. A sequence is kept if the geometric mean of its ρ lies within
+    [low, high] and none of its trained tokens has ρ below `VETO`."""
     importance, whole = _importance(tokens), _sequence_importance(tokens)
     vetoed = tokens.means(((importance < VETO) & tokens.mask).to(importance.dtype)) > 0
     kept = tokens.per_token((whole >= settings.low) & (whole <= settings.high) & ~vetoed)

@@ -4,8 +4,9 @@ Transformers makes no mask for a custom attention function, so there is one only
 mask, the pass is a prefill: rows are whole prompts padded on the right, and causality hides the padding. With a mask (0
 or -inf), the pass is a decode step: each row is one token that attends to its slot.
 
-In a decode step the last rows may read a shorter context than the first ones (`short_context`); they attend separately,
-with their own mask. Query heads that share a KV head are folded into one dimension, so K and V are never repeated.
+In a decode step the last rows may read a shorter context than the first rows (`short_context`). The two parts then
+attend separately, each with its own mask. Query heads that share a KV head are folded into one dimension, so K and V
+are never repeated.
 """
 
 from __future__ import annotations
@@ -156,12 +157,12 @@ def _windowed(mask: Tensor, window: int | None) -> Tensor:
 class KeyValueSlots:
     """Preallocated keys and values of every slot; transformers uses it in place of its own cache and calls `update`.
 
-    Each layer has one tensor for keys and one for values, of shape (slots, KV heads, context, head dim), allocated at
-    the layer's first `update`, so nothing depends on the architecture. On CPUs the context is the innermost dimension
-    of the keys in memory, which makes the product with a few query rows 1.8 times as fast.
+    Each layer has one tensor for keys and one for values, of shape (slots, KV heads, context, head dim). They are
+    allocated at the layer's first `update`, so nothing depends on the architecture. On CPUs the context is the
+    innermost dimension of the keys in memory, which makes the product with a few query rows 1.8 times as fast.
 
-    A forward pass is either a prefill, where each layer attends to the keys and values that it just computed, or a
-    decode step, where one token for each of the first slots is written at its position and attends to its slot.
+    A forward pass is either a prefill or a decode step. In a prefill, each layer attends to the keys and values that it
+    just computed. In a decode step, each of the first slots gets one token, which attends to its slot.
 
     `keys` and `values` are the tensors of all layers if they exist already; otherwise leave them empty.
     """

@@ -1,9 +1,9 @@
 """Forward pass of a decode step: the model itself, or a recording that replays its kernels without Python.
 
 With a small model or few rows, most of a step's time is spent in Python. A recording is two to three times as fast and
-gives the same bits. It is used only on a CPU, only if the model's code did not branch on values or sizes while it was
-traced (torch warns of that), and only if it agrees with the model on inputs of other sizes. A recording reads weights
-and KV in place, so both may change.
+gives the same bits. It is used only on a CPU, and only under two conditions: while traced, the model's code did not
+branch on values or sizes (torch warns of that), and the recording agrees with the model on inputs of other sizes. A
+recording reads weights and KV in place, so both may change.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class RecordedStep:
 
 
 def recorded(forward: DecodeForward, inputs: Sequence[tuple[Tensor, ...]]) -> Forward:
-    """Returns a recording of `forward`, traced with the first of `inputs` and compared with `forward` on all of them;
-    returns `forward` itself if it cannot be recorded."""
+    """Records `forward` with the first of `inputs`, and compares the recording with `forward` on all of them. Returns
+    the recording, or `forward` itself if it cannot be recorded or the recording differs."""
     if inputs[0][0].device.type != "cpu":
         return forward
     with _recording, warnings.catch_warnings(record=True) as caught:

@@ -246,7 +246,7 @@ def _settle(outcomes: Sequence[tuple[Answer, object]]) -> None:
 
 
 def default_fingerprint(model: PreTrainedModel, exact: bool, num_slots: int) -> str:
-    """Returns, as one text, everything that affects the rounding of results; it is stored with every generation."""
+    """Returns a text that names everything that affects the rounding of results; it is stored with every segment."""
     dtype = str(model.dtype).removeprefix("torch.")
     parts = [f"torch-{torch.__version__}", f"transformers-{transformers.__version__}", dtype, model.device.type]
     if exact:  # threads may split a large matrix product in a way that depends on its number of rows

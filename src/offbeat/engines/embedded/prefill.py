@@ -1,7 +1,7 @@
 """Prefill: computes the keys and values of token sequences in slots, batching sequences of similar length.
 
-If a live slot already begins with the same sequence, its keys and values are copied, unless the request wants its own
-(`KvMode.REFILL`). With `exact`, sequences are computed one at a time, padded to a multiple of `MIN_EXACT_ROWS`, so that
+If a live slot already begins with the same sequence, its keys and values are copied, except for a request with
+`KvMode.REFILL`. With `exact`, sequences are computed one at a time, padded to a multiple of `MIN_EXACT_ROWS`, so that
 the result for one sequence does not depend on the others.
 """
 

@@ -5,7 +5,7 @@ the model's own tensors; generation stops only for that. Every name, shape and d
 written. For tied tensors, which share memory, one name in the files is enough.
 
 A version that is an adapter replaces the model's adapter. If the adapter belongs to another base than the model's, the
-version must bring that base, which then replaces the model's; otherwise it is refused.
+version must include that base, which then replaces the model's. A version that lacks it is refused.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _to_device(tensor: Tensor, own: Tensor) -> Tensor:
 def _check_names(version: Version, state: Mapping[str, Tensor], found: dict[str, Any], folder: Path) -> None:
     unknown = sorted(set(found) - set(state))
     if unknown:
-        raise EngineError(f"version {version.number}: the model has no tensor {unknown[0]} (missing: {len(unknown)})")
+        raise EngineError(f"version {version.number}: the model has no tensor {unknown[0]} (unknown: {len(unknown)})")
     covered = {_memory(state[name]) for name in found}
     missing = sorted(name for name, tensor in state.items() if _memory(tensor) not in covered)
     if missing:

@@ -44,7 +44,7 @@ class ServerEnded(EngineError):
 
 
 class EngineServer:
-    """An engine's server: one process at a time, which can be started again after `stop`. Call `stop` when done."""
+    """An engine's server, one process at a time. It can be started again after `stop`. Call `stop` when done."""
 
     def __init__(
         self,
@@ -168,8 +168,8 @@ class EngineServer:
 
 
 def error_line(text: str) -> str:
-    """Returns the last line of a log that names an error, preferably not a mere hint such as "see stack trace"; without
-    such a line, the last line."""
+    """Returns the last line of a log that names an error. Lines with a mere hint, such as "see stack trace", are a
+    second choice. If no line names an error, returns the last line."""
     lines = [PREFIX.sub("", line).strip() for line in text.splitlines()]
     lines = [line for line in lines if line]
     errors = [line for line in lines if ERROR.search(line)]

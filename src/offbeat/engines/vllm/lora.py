@@ -101,7 +101,7 @@ class LoraDialect(VllmDialect):
 
     async def _refuse_fixed(self) -> None:
         """Raises an `EngineError` if the server cannot load adapters while it runs. To find out, sends a load call
-        without a name: a server that cannot answers with 404, others with 400."""
+        without a name. Such a server answers the call with 404, any other with 400."""
         try:
             await self.server.send(LOAD, {"lora_name": "", "lora_path": ""})
         except ServerRefused as error:

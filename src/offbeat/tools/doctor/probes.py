@@ -258,11 +258,12 @@ def compare_server(config: Config, url: str, facts: Facts) -> Iterator[Finding]:
     text = f"{facts.fingerprint} at {url}, {facts.max_context_tokens:,} tokens of context"
     yield Finding("server", text, works=works)
     is_wrong = not facts.is_tempered and rollout.temperature != 1
-    text = f"those {'after' if facts.is_tempered else 'before'} temperature"
+    text = f"computed {'after' if facts.is_tempered else 'before'} temperature"
     remedy = "--rollout.temperature 1, or start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
     yield judged("log-probs", text, bad=is_wrong, remedy=remedy, level=Level.STOPS)
-    spans = "with spans" if facts.has_spans else "without spans: a request ends at every load, and continues after it"
-    yield Finding("weights", f"{spans}; {'' if facts.has_labels else 'no '}labels; KV {', '.join(modes)}")
+    spans = "known for each token" if facts.has_spans else "known for each call, so that a load interrupts all calls"
+    labels = "labelled" if facts.has_labels else "not labelled"
+    yield Finding("weights", f"{spans}; {labels}; KV {', '.join(modes)}")
     if facts.max_context_tokens < context:
         text = f"rollout.max_prompt_tokens + rollout.max_new_tokens = {context:,}; the server's limit is lower"
         remedy = f"start the server for {context} tokens (vLLM: --max-model-len, SGLang: --context-length)"
