@@ -292,7 +292,7 @@ def test_a_server_that_a_worker_has_paused_stays_paused(torch):
     vllm.answers["/is_paused"] = {"is_paused": True}
     with vllm.serving() as url:
         said = told("--engine-url", url)
-    assert about(said, "server")["told"].startswith(f"{url}: the server is paused; a worker loads weights")
+    assert about(said, "server")["told"].startswith(f"{url}: the server is paused, because a worker is loading")
     assert vllm.sent == []
 
 

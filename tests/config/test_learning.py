@@ -221,11 +221,13 @@ REFUSALS = {
     ),
     "no signal": (
         {"loss.name": "reinforce", "batch.drop_no_signal": True},
-        'batch.drop_no_signal = true: loss.advantage = "batch" learns from groups whose rewards are all equal too',
+        'batch.drop_no_signal = true: allowed false with loss.advantage = "batch", which also learns from groups whose '
+        "rewards are all equal",
     ),
     "no signal, gae": (
         {"loss.name": "dapo", "loss.advantage": "gae"},
-        'batch.drop_no_signal = true: loss.advantage = "gae" learns from groups whose rewards are all equal too',
+        'batch.drop_no_signal = true: allowed false with loss.advantage = "gae", which also learns from groups whose '
+        "rewards are all equal",
     ),
     "released before its signal is known": (
         {"batch.gate": "release", "loss.name": "dapo"},

@@ -356,8 +356,8 @@ def gate_has_a_baseline(config: Config) -> None:
     if batch.gate == "strict":
         if chosen.drop_no_signal and chosen.advantage in BEYOND_SIBLINGS:
             raise ValueError(
-                f'batch.drop_no_signal = true: loss.advantage = "{chosen.advantage}" learns from groups whose rewards '
-                "are all equal too"
+                f'batch.drop_no_signal = true: allowed false with loss.advantage = "{chosen.advantage}", which also '
+                "learns from groups whose rewards are all equal"
             )
         return
     gate = f'batch.gate = "{batch.gate}"'

@@ -66,5 +66,5 @@ def load(file: Path) -> dict[str, Any]:
     if is_open:
         raise UserError(f"{file} holds secrets and is open to other users; run chmod 600 {file}")
     if not isinstance(found, dict):
-        raise UserError(f'{file} holds no secrets; write them like {{"weights.store": "s3://KEY:SECRET@bucket/run"}}')
+        raise UserError(f'{file} is no table of URLs by key; write {{"weights.store": "s3://KEY:SECRET@bucket/run"}}')
     return found

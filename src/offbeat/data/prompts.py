@@ -140,7 +140,8 @@ class Renderer:
             return self._chat(_with_system([{"role": "user", "content": prompt}], source.system), place), True
         if source.system is not None:
             raise UserError(
-                f"task.system of {source.name}: it needs task.chat and a chat template; these prompts are plain text"
+                f"task.system of {source.name}: a system message needs task.chat and a chat template, but these "
+                "prompts are plain text"
             )
         return prompt, False
 

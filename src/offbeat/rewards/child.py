@@ -272,7 +272,8 @@ class ListReward:
         lists["completion_ids"] = [sample["tokens"] for sample in samples]
         for name in self._required:
             if name not in lists:
-                raise BadValue(f"the reward needs a column {name!r}, and the problem has {', '.join(sorted(columns))}")
+                found = ", ".join(sorted(columns))
+                raise BadValue(f"the reward needs a column {name!r}, but the problem has only {found}")
         return lists if self._takes_all else {name: lists[name] for name in lists if name in self._accepted}
 
     def parts(self, value: Any, count: int) -> list[list[tuple[float, str, int]]]:
