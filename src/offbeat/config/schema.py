@@ -538,8 +538,8 @@ class RewardConfig(Section):
     weights: dict[str, float] = Field({})
     """Weight of each named part of a reward. Parts without a weight count 1."""
     overlong_tokens: int = Field(0, ge=0)
-    """Answers that come within this many tokens of rollout.max_new_tokens lose reward. The penalty grows linearly to 1
-    (times reward.weights.overlong) at rollout.max_new_tokens. 0: no penalty."""
+    """Answers within this many tokens of rollout.max_new_tokens lose reward. The penalty grows linearly to 1 (times
+    reward.weights.overlong) at rollout.max_new_tokens. 0: no penalty."""
 
 
 class BatchConfig(Section):
@@ -555,7 +555,7 @@ class BatchConfig(Section):
     drop_no_signal: bool | None = None
     """Replace groups whose rewards are all equal (dynamic sampling). Without it, only for dapo."""
     max_redraws: float = Field(4.0, ge=0)
-    """Limit on the groups that drop_no_signal replaces per step, as a multiple of groups_per_step. Further ones are
+    """Limit on the groups replaced per step by drop_no_signal. It is a multiple of groups_per_step. Further groups are
     trained anyway."""
     updates_per_step: int = Field(1, ge=1)
     """Optimizer updates per step; the step's groups are divided among them."""
@@ -626,8 +626,8 @@ class ServeConfig(Section):
     behind_proxy: bool = free(False)
     """Whether a proxy in front of the coordinator terminates TLS."""
     peer_networks: list[str] = free([])
-    """Networks in which workers may announce their own address to peers, such as 10.0.0.0/8. Needed for workers behind
-    NAT."""
+    """Networks in which workers may announce their own address to peers. Needed for workers behind NAT, in a network
+    such as 10.0.0.0/8."""
 
 
 class RolloutConfig(Section):
@@ -729,8 +729,8 @@ class WeightsConfig(Section):
     deltas: Literal["auto", "always", "never"] = free("auto")
     """Publish sparse, signed weight deltas. auto: where workers elsewhere can join; always: for all workers."""
     store: str | None = free(None)
-    """Folder or URL for weights that all roles can reach, such as s3://bucket/run. Without it, the coordinator serves
-    the weights."""
+    """Folder or URL for weights that all roles reach, such as s3://bucket/run. Without it, the coordinator serves the
+    weights."""
 
 
 class LogConfig(Section):
