@@ -39,8 +39,8 @@ ADVANTAGES = ("group", "mean", "leave_one_out", "siblings", "batch", "gae")
 BEYOND_SIBLINGS = ("batch", "gae")
 """Advantages that do not compare answers to one prompt."""
 RELEASED = {"group": "siblings", "mean": "leave_one_out"}
-"""Replacement for a preset's advantage where answers are trained without some of their siblings. A baseline that leaves
-the answer itself out means the same with one known sibling as with all."""
+"""Replacement for a preset's advantage if answers are trained before all their siblings are known. It leaves the answer
+itself out of the baseline, so its scale does not depend on the number of known siblings."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ IMPORTANCE = {
     "sequence_tis": (0.0, 2.0),
     "sequence_mask": (0.5, 2.0),
 }
-"""Smallest and largest weight of a token or sequence of older weights, by correction."""
+"""Default bounds of the importance weight of a token or sequence, by correction."""
 HAVE_LEAST = ("icepop", "sequence_mask")
 HAVE_MOST = ("tis", "icepop", "sequence_tis", "sequence_mask")
 """Corrections that `loss.min_importance` and `loss.max_importance` apply to."""
@@ -619,7 +619,7 @@ class ServeConfig(Section):
     port: int = free(0, ge=0, le=65535)
     """Port of the coordinator. 0: any free one, and the same again when the run is resumed."""
     certificate: str | None = free(None)
-    """PEM file with the coordinator's TLS certificate. plain: none, within a private network; workers then need
+    """PEM file with the coordinator's TLS certificate. plain: no TLS, within a private network. Workers then need
     --allow-plain."""
     key: str | None = free(None)
     """PEM file with the certificate's private key."""

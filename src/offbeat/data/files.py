@@ -32,9 +32,9 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Rows(Protocol):
-    """Rows of a file or dataset, by index. `scan` reads and checks all rows. It must be called before `row`, which
-    fetches any row, and may be called again later. Rows are not kept as Python objects, so a few million are fine. A
-    row that cannot be read raises `UserError`."""
+    """Rows of a file or dataset, by index. Before the first call of `row`, `scan` must have read all rows; `scan` may
+    be called again later. Rows are not kept as Python objects, so a few million are fine. A row that cannot be read
+    raises `UserError`."""
 
     @property
     def path(self) -> Path | str:

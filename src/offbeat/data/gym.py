@@ -1,8 +1,8 @@
-"""Problems of reasoning-gym, by the data set's name.
+"""Problems of the data sets of reasoning-gym.
 
 A problem depends only on seed and ordinal. Problems are made in chunks of `CHUNK` with consecutive seeds, because some
-data sets build all their problems at once. Held-out problems come from separate seeds, the same for every run. Whether
-a question is held out is also decided by its hash, so it is never trained on, whichever seed produces it.
+data sets build all their problems at once. Held-out problems come from separate seeds, the same for every run. A hash
+of the text also decides which questions may be held out. Training skips these, whichever seed produces them.
 
 A few data sets iterate over Python sets, so their questions also depend on PYTHONHASHSEED. A run stores the problems
 that it has drawn, but a second run gets the same questions only with the same PYTHONHASHSEED.

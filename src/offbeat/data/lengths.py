@@ -41,7 +41,7 @@ class PromptLengths:
     first_tokens: int = 0
 
     def line(self, policy: str) -> str:
-        """Describes the prompts; `policy` is `rollout.long_prompts`, which says what happens to prompts too long."""
+        """Describes the prompts. `policy` is `rollout.long_prompts`, which decides what happens to long prompts."""
         count = f"a sample of {self.num_prompts:,} prompts" if self.is_sample else f"{self.num_prompts:,} rows"
         text = f"{self.source}: {count}, longest {self.longest:,} tokens"
         if self.num_measured < self.num_prompts:

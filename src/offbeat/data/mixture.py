@@ -21,7 +21,7 @@ from offbeat.data.prompts import Problem, PromptSource
 from offbeat.errors import OffbeatError, UserError
 
 RewardSpec = str | Callable[..., Any] | Mapping[str, str | Callable[..., Any]]
-"""A reward by name, a function, or several of these by name, whose values are added up."""
+"""A reward's name, a function, or a mapping of names to several of these, whose values are added up."""
 Functions = Mapping[str, Callable[..., Any]]
 """Functions that a Python program gives as sources of prompts; each key is a task's `path`."""
 ROWS = "tasks"

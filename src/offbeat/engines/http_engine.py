@@ -1,6 +1,6 @@
 """`HttpEngine`: the engine protocol over an HTTP server, through the server's `Dialect`.
 
-Answers are streamed, which spreads the cost of reading them over time. Guarantees beyond those of the protocol: weights
+Answers are streamed, which spreads the cost of reading them over time. Besides what the protocol promises, weights
 change only while the server is paused, and the server is always resumed. An engine is dead once its server does not
 answer, sends no token for long, has restarted, fails during a load, or has other weights than the engine loaded last.
 Then every call, including those already waiting, raises `EngineDied` with the server's name. A dead engine stays dead;
@@ -512,10 +512,10 @@ class MeteredCall:
 class Meter:
     """Estimates the server's work for this worker from the server's answers.
 
-    Each sampled token counts as one row of a decode step; the row read all tokens before it, without padding. Each
-    decoding call gets one token per step, so the number of steps is the number of tokens divided by the mean number of
-    calls that decode at once. Prefilled and resumed tokens are known only if every answer reports `num_cached`. The
-    server counts as busy while it has calls and is not paused.
+    Each sampled token counts as one row of a decode step, which reads all tokens before it and no padding. A decoding
+    call gets one token per step, so the number of steps is the number of tokens divided by the mean number of calls
+    that decode at once. Prefilled and resumed tokens are known only if every answer reports `num_cached`. The server
+    counts as busy while it has calls and is not paused.
     """
 
     def __init__(self, clock: Callable[[], float]):

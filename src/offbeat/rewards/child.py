@@ -231,7 +231,7 @@ class BadValue(ValueError):
 LISTS = ("completions", "completion_ids")
 """Parameters by which a function of TRL's signature is recognised."""
 NOT_PASSED = ("trainer_state", "log_extra", "log_metric", "environments")
-"""Arguments of TRL's that belong to its trainer and have no counterpart here."""
+"""Arguments that TRL's trainer passes and that have no counterpart here."""
 MAX_SAMPLES = 64
 
 

@@ -96,15 +96,15 @@ class RewardLog:
 
 
 GRACE_S = 2.0
-"""Seconds that the pool adds to a deadline that the process itself enforces, and to that of a process that has not
-begun its work, because the machine may be busy."""
+"""Seconds that the pool adds to a deadline in two cases: the process enforces the deadline itself, or it has not begun
+its work, because the machine may be busy."""
 EXIT_S = 5.0
 """Longest wait for a killed process to end; this takes milliseconds unless the machine is overloaded."""
 
 
 @dataclass(frozen=True)
 class ProcessOutcome:
-    """Result of one message to a reward process, besides the answers: samples left over, and the error."""
+    """Result of one message to a reward process, without the answers: which samples have none, and any error."""
 
     unanswered: tuple[int, ...] = ()
     """Indices of samples that the process handed back, or had not answered when it hung or died."""
@@ -305,7 +305,7 @@ def _new_cell() -> IO[bytes]:
 
 
 def _environment() -> dict[str, str]:
-    """Returns the environment of a reward process: ours and our import path, with one OpenMP thread by default, to
-    leave the cores to training."""
+    """Returns the environment of a reward process: the pool's, with its import path added. The default is one OpenMP
+    thread, to leave the cores to training."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}

@@ -140,7 +140,8 @@ class _Timer:
         return Measurement("decode", self.name, seconds, rows=rows, context=statistics.mean(read))
 
     def prefill(self, rows: int, context: int) -> Measurement:
-        """Times prefill: the first step, which prefills all but the last token of each row, minus a later step."""
+        """Times prefill as the difference between the first step, which prefills all but the last token of each row,
+        and a later step."""
         self._submit(rows, context, KvMode.REFILL)
         seconds = max(self._step_s() - self._median_step_s(), 1e-9)
         self.stepper.abort(None)

@@ -131,7 +131,8 @@ def _decode(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scor
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: _Scoring) -> Tensor:
-    """Computes attention by matrix products; scaled `query`: (rows, KV heads, heads per KV head, ..., head dim)."""
+    """Computes attention by matrix products. `query` is already scaled, and has the shape (rows, KV heads, heads per KV
+    head, ..., head dim)."""
     scores = torch.matmul(query, key.transpose(-2, -1))
     if scoring.softcap is not None:
         scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
@@ -164,7 +165,7 @@ class KeyValueSlots:
     A forward pass is either a prefill or a decode step. In a prefill, each layer attends to the keys and values that it
     just computed. In a decode step, each of the first slots gets one token, which attends to its slot.
 
-    `keys` and `values` are the tensors of all layers if they exist already; otherwise leave them empty.
+    If the tensors of all layers exist already, they are given as `keys` and `values`.
     """
 
     def __init__(

@@ -103,7 +103,7 @@ def recorded(forward: DecodeForward, inputs: Sequence[tuple[Tensor, ...]]) -> Fo
 
 @cache
 def _warn(why: str) -> None:
-    """Logs why steps cannot be recorded, each reason only once per process, which may have many engines."""
+    """Logs why steps cannot be recorded. Each reason is logged once, however many engines the process has."""
     log.warning(
         "embedded engine: decode steps are slower, because they cannot be recorded: %s",
         " ".join(why.split())[:ERROR_CHARACTERS],

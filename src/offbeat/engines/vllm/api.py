@@ -25,7 +25,7 @@ from offbeat.weights.version import Version
 Transfer = FromGpu | FromPath
 EXTENSION = "offbeat_in_vllm.Extension"
 EXTENSION_FOLDER = Path(__file__).parent / "inside"
-"""Folder of the worker extension `EXTENSION`, with which servers are started."""
+"""Folder of `EXTENSION`, the worker extension that servers are started with."""
 ON_CPU_FOLDER = EXTENSION_FOLDER / "on_cpu"
 """Folder added to the PYTHONPATH of a server's processes on a machine without a GPU."""
 WHOLE_PROMPTS = "--no-enable-chunked-prefill"

@@ -80,7 +80,8 @@ class PacedEngine:
 
     @property
     def metrics(self) -> EngineMetrics:
-        """Metrics up to the last event, such as a load or the end of a request. Later steps are added at the next."""
+        """Metrics up to the last event, such as a load or the end of a request. The next event adds the steps between
+        the two."""
         return self._paced.metrics
 
     async def generate(self, request: Request) -> Generation:
@@ -141,7 +142,8 @@ class PacedEngine:
         return max(self._clock(), self._reached_s)
 
     async def _drive(self) -> None:
-        """Sleeps until the next event and carries it out, again and again. All waiting callers get any error."""
+        """Carries out one event after another, and sleeps in between. If that fails, all waiting callers get the
+        error."""
         try:
             while self._ended is None and (due_s := self._paced.due_s()) is not None:
                 await self._sleep_until(due_s)
