@@ -1,7 +1,6 @@
 """`offbeat worker token | list | revoke`: controls which workers may join a run.
 
-These commands use the run's ledger (its record on disk) directly, whether or not a coordinator is running; a running
-one sees changes at once.
+These commands change the run's ledger directly. A running coordinator sees the changes at once.
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ from offbeat.config import Config, from_dict, load, resolved
 from offbeat.errors import UserError
 
 WITHIN_S = 120.0
-"""Default limit of each probe in seconds. It is long, because importing torch from a cold disk and an engine's first
-answers take long."""
+"""Default limit of each probe in seconds; importing torch from a cold disk and an engine's first answers take long."""
 COLOURS = {"!": "33", "x": "31", "-": "2"}
 
 

@@ -1,4 +1,4 @@
-"""`offbeat ledger`: verifies a run's ledger (the durable record of its work), or summarises it."""
+"""`offbeat ledger`: verifies a run's ledger, or summarises it."""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ HELP_WORDS = ("-h", "--help", "help")
 
 
 owns_process = False
-"""Whether this process does nothing but run one command. Only then may a dry run hide torch, because transformers
-would remember for the rest of the process that torch is missing."""
+"""Whether this process runs only one command. Only then may a dry run hide torch, because transformers would remember
+that torch is missing."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -288,8 +288,8 @@ def _response(detail: TaskDetail, decode: Decode) -> Text | str:
 
 
 def _pieces(trajectory: Trajectory, decode: Decode) -> list[str]:
-    """Returns the text of each segment of a trajectory. A character whose bytes are split between two segments belongs
-    to the second one."""
+    """Returns the text of each segment of a trajectory. A character split between two segments belongs to the second
+    one."""
     pieces, before = [], ""
     for segment in trajectory.segments:
         until = decode(trajectory.tokens[: segment.end])

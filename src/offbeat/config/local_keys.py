@@ -1,9 +1,8 @@
 """Machine-local keys: the programs that a machine starts, the code that it loads, its folders and addresses.
 
 A role that joins a run receives the configuration from the coordinator. By choosing such keys, the coordinator could
-start programs on this machine. So its values of these keys are used only if the machine's owner trusts the coordinator
-(`--trust-coordinator`). Otherwise, a machine-local key that the role needs must be given on the role's own command
-line, and others get their defaults.
+start programs on this machine. So its values of these keys are used only with `--trust-coordinator`. Otherwise, a
+machine-local key that the role needs must be given on the role's own command line, and others get their defaults.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ class ResolvedLoss:
 
 
 def resolve_loss(config: Config) -> ResolvedLoss:
-    """Returns the loss settings: the keys that were given, and the preset's values for the others."""
+    """Returns the loss keys that were given, and the preset's values for the others."""
     loss, preset = config.loss, config.loss.preset
     correction = loss.correction or _correction(config)
     low, high = IMPORTANCE[correction]
@@ -199,8 +199,7 @@ def _advantage(config: Config) -> str:
 
 
 def _correction(config: Config) -> Correction:
-    """Returns the default correction: "off" if all data is on-policy, because it comes from the current weights and the
-    embedded engine."""
+    """Returns the default correction: "off" if all data comes from the current weights and the embedded engine."""
     if config.schedule.bound == 0 and config.rollout.engine == "embedded":
         return "off"
     return "sequence_tis" if config.loss.preset.policy == "sequence_clip" else "tis"
@@ -720,7 +719,7 @@ class CheckpointConfig(Section):
 
 class LedgerConfig(Section):
     keep_bodies: int | None = free(None, ge=0)
-    """Number of steps before the last checkpoint whose answers are kept. Without it, all answers are kept."""
+    """Number of steps before the last checkpoint whose answers are kept. Without it, those of all steps."""
     backup: str | None = free(None)
     """Folder or URL that gets a copy of the ledger with every checkpoint. A URL looks like s3://bucket/run."""
 

@@ -4,8 +4,8 @@
 - A row is held out if the hash of its prompt, as a fraction, is below the share `held_out`. So rows with equal prompts
   stay together, and adding rows later does not move any other row.
 - Epochs follow one another, each in its own order, which depends only on seed and epoch.
-- The reward gets the row's other columns as `info`. This includes the answer's column if it has another name than
-  `answer`, or holds something other than text.
+- The reward gets the row's other columns as `info`, and the answer's column too, except if that is named `answer` and
+  holds text.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ A problem depends only on seed and ordinal. Problems are made in chunks of `CHUN
 data sets build all their problems at once. Held-out problems come from separate seeds, the same for every run. A hash
 of the text also decides which questions may be held out. Training skips these, whichever seed produces them.
 
-A few data sets iterate over Python sets, so their questions also depend on PYTHONHASHSEED. A run stores the problems
-that it has drawn, but a second run gets the same questions only with the same PYTHONHASHSEED.
+A few data sets iterate over Python sets, so a second run gets the same questions only with the same PYTHONHASHSEED.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from offbeat.spelling import suggest
 CHUNK = 500
 """Problems per chunk: reasoning-gym's default size, with which every data set is tested."""
 HELD_OUT_IN = 4
-"""One question in this many is held out. The share is large, so that a held-out question is found after a few tries,
-even if generating one is slow. Training loses nothing, because questions are generated on demand."""
+"""One question in this many is held out. The share is large, so that a held-out question is found after a few tries.
+Training loses nothing, because questions are generated on demand."""
 NUM_HELD_OUT_SEEDS = 2**24
 NUM_TRAIN_SEEDS = 2**32 - NUM_HELD_OUT_SEEDS
 STRIDE = 2**26

@@ -76,8 +76,8 @@ class Renderer:
         return np.asarray(ids, np.int32)
 
     def lengths(self, source: Rendered, problems: Sequence[Problem]) -> list[int]:
-        """Returns the number of tokens of each prompt before any cut. All prompts are tokenised together, which is much
-        faster. Raises `BadPrompt` for an empty prompt."""
+        """Returns the number of tokens of each prompt before any cut. Tokenises all together, which is much faster.
+        Raises `BadPrompt` for an empty prompt."""
         written = [self._written(source, problem.prompt, problem.place) for problem in problems]
         found = [0] * len(written)
         for is_chat in {is_chat for _, is_chat in written}:
@@ -94,8 +94,8 @@ class Renderer:
         return found
 
     def ascii_room(self, source: Rendered) -> int:
-        """Returns a number of characters: an ASCII text prompt with at most so many is certainly not too long, because
-        each token covers at least one character. Returns 0 if this is not certain for the tokenizer or template."""
+        """Returns the number of characters up to which an ASCII text prompt is certainly not too long, because each
+        token covers at least one character. Returns 0 if that is not certain."""
         if not _covers_ascii(self.tokenizer):
             return 0
         mark = "offbeat"
@@ -195,7 +195,7 @@ KEEPS_ASCII = {"Sequence", "NFC", "NFD", "NFKC", "NFKD"}
 
 
 def _covers_ascii(tokenizer: Any) -> bool:
-    """Returns whether each token of an ASCII text is certain to cover at least one of its characters. That is so if the
+    """Returns whether each token of an ASCII text certainly covers at least one of its characters, because the
     tokenizer neither rewrites the text nor inserts spaces before it splits the text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

@@ -1,7 +1,7 @@
 """Records rows that were given from Python in a file of JSON lines, from which a task then reads them.
 
-So a resumed run or a later evaluation sees the same rows, whether they came from a list, a Hugging Face dataset, a
-pandas data frame or a generator. Rows are read once, in order, and never held in memory together.
+So a resumed run or a later evaluation sees the same rows. They may come from a list, a Hugging Face dataset, a pandas
+data frame or a generator, and are read once, in order, and never held in memory together.
 """
 
 from __future__ import annotations

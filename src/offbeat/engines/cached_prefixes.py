@@ -16,9 +16,9 @@ import numpy as np
 from offbeat.engines.protocol import KvMode, Request
 
 FED_COST = 16
-"""Cost of feeding one token in a decode step, relative to one token of a prefill. It is high, because a decode step
-reads the whole context. Measured on a CPU: 6 to 32, with 64 to 900 tokens of context. Copying a prefix between slots
-costs at most a hundredth of computing it."""
+"""Cost of feeding one token in a decode step, which reads the whole context, relative to one token of a prefill.
+Measured on a CPU: 6 to 32, with 64 to 900 tokens of context. Copying a prefix between slots costs at most a hundredth
+of computing it."""
 
 
 @dataclass(frozen=True, eq=False)

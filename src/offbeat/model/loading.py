@@ -1,8 +1,8 @@
 """Loads a model and its tokenizer by name or folder, reads their limits, and saves a model to a folder.
 
 Works with any Hugging Face causal language model that has safetensors weights. A user's mistake (missing folder,
-weights or tokenizer, damaged file) raises a `UserError` of one line. torch is imported only where it is needed, so that
-a process without a model can tokenise on a machine without torch.
+weights or tokenizer, damaged file) raises a `UserError` of one line. torch is imported only where needed, so that a
+process can tokenise without it.
 
 A loaded model has all its weights, is in evaluation mode and has no dropout: its forward pass depends only on weights
 and tokens, so the log-probs of two engines can be compared. A saved folder appears whole or not at all.

@@ -1,13 +1,13 @@
 """Decides whether Offbeat's attention can replace a model's own, over packed rows (trainer) and KV slots (engine).
 
-It can if tokens influence each other through attention alone, and if the model's attention needs no option that the
-replacement lacks. Names and flags do not tell, so the model is probed by one forward pass. In the pass, attention is a
-function that records its arguments and returns 0. The input is two rows that end in the same token. If anything about
-that last token differs between the rows, earlier tokens have influenced it otherwise than through attention.
+It can if tokens influence each other through attention alone, and if attention needs no option that the replacement
+lacks. Names and flags do not tell, so the model is probed by a forward pass, in which attention is a function that
+records its arguments and returns 0. The input is two rows that end in the same token. If anything about that token
+differs between the rows, earlier tokens have influenced it otherwise than through attention.
 
-Any other model runs with its own attention and without a KV cache, each sample in a row of its own. Rows are padded on
-the right, where a causal model does not see the padding. At their start, trainer and engine also compare log-probs with
-the model's own (`distance`), in case the probe missed something.
+Other models run with their own attention and without a KV cache, one sample per row. Rows are padded on the right,
+where a causal model does not see the padding. At their start, trainer and engine also compare log-probs with the
+model's own (`distance`), in case the probe missed something.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Usage:
 
 
 def window_of(module: nn.Module) -> int | None:
-    """Returns the window of an attention layer: the number of latest tokens, including the current one, that it attends
-    to. None: all tokens so far. `usage` must have been called on the model."""
+    """Returns an attention layer's window: the number of latest tokens, including the current one, that it attends to;
+    None: all tokens so far. `usage` must have been called on the model."""
     window: int | None = module.__dict__.get("offbeat_window")
     return window
 

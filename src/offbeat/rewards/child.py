@@ -7,8 +7,7 @@
 - A plain function judges samples one after another, an async function concurrently. Each sample has a deadline.
 - A function with TRL's signature is called once for many samples, with lists (`ListReward`).
 - A reward that raises, or does not return a finite number, gives an error, never a value; the traceback is in the log.
-- When the pool ends, the pipe closes, and so this process ends. On Linux, a signal ends it even in the middle of a
-  sample.
+- The process ends when its pool closes the pipe or ends. On Linux, a signal ends it even in the middle of a sample.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ SEND_EVERY_S = 0.005
 """Answers are collected for this long before they are sent. If the process is killed, answers not yet sent are computed
 again, so at most this much work is lost."""
 HAND_BACK_AFTER_S = 0.1
-"""Seconds after which a process hands back the samples that it has not begun, so that other processes can judge them.
-Quick samples can then be sent in large messages, and slow ones are still spread over all processes."""
+"""Seconds after which a process hands back the samples that it has not begun, for other processes to judge. So messages
+can be large, and slow samples are still spread over all processes."""
 SHORT_SHARE = 0.25
 """Share of the time limit. After a call of a `ListReward` that took less than this, the next call may have twice as
 many samples, because the limit applies to a whole call."""
@@ -54,7 +53,7 @@ SET_PARENT_DEATH_SIGNAL = 1
 
 
 class Pipes:
-    """A reward process's pipes to its pool, and its log, on high descriptor numbers that user code rarely touches."""
+    """A reward process's pipes to its pool, and its log, on descriptors from `FAR` on."""
 
     def __init__(self) -> None:
         far = min(FAR, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
@@ -272,8 +271,9 @@ class ListReward:
         lists["completion_ids"] = [sample["tokens"] for sample in samples]
         for name in self._required:
             if name not in lists:
-                found = ", ".join(sorted(columns))
-                raise BadValue(f"the reward needs a column {name!r}, but the problem has only {found}")
+                raise BadValue(
+                    f"the reward needs a column {name!r}, but the problem has only {', '.join(sorted(columns))}"
+                )
         return lists if self._takes_all else {name: lists[name] for name in lists if name in self._accepted}
 
     def parts(self, value: Any, count: int) -> list[list[tuple[float, str, int]]]:
@@ -359,8 +359,8 @@ def _unpickle(name: str, data: bytes) -> Function:
 
 
 def _die_with(parent: int) -> None:
-    """Makes this process end when its parent does. On Linux, the kernel kills this process once the parent's thread
-    that started it has ended."""
+    """Makes this process end when its parent does. On Linux, the kernel kills it once the parent's thread that started
+    it has ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:

@@ -135,12 +135,12 @@ class RewardPool:
 
     @property
     def parts(self) -> set[str]:
-        """Names of all parts of the rewards that are sums of several. The result of a trial may lack some of them,
-        because a part may not apply to the trial's sample."""
+        """Names of all parts of the rewards that are sums of several. A trial may lack some of them, because a part may
+        not apply to its sample."""
         return {part for parts in self._sums.values() for part in parts}
 
     def move_log(self, path: Path) -> None:
-        """Continues the log in another file, and moves the content so far to that file."""
+        """Moves the log to another file, and continues it there."""
         self._log.move(path)
         self.log_path = path
 
@@ -238,9 +238,8 @@ class RewardPool:
         self._queues[name].extendleft(reversed(again))
 
     def _next_piece(self) -> tuple[str, list[_Job]]:
-        """Chooses, among the rewards with waiting samples, the one that occupies the fewest processes, and takes
-        samples for one message from its queue. Returns its name and the samples. The name is "" if no reward has
-        waiting samples; the list may be empty."""
+        """Takes samples for one message from the queue of the waiting reward that occupies the fewest processes.
+        Returns the reward's name ("" if none is waiting), and the samples, perhaps none."""
         name = min(self._waiting(), key=lambda name: self._num_running[name], default="")
         return name, self._take(name) if name else []
 
@@ -339,8 +338,8 @@ def _result(answer: RewardAnswer) -> RewardResult:
 WINDOW = 512
 """Number of latest rewards that `FailureWatch` counts: a few steps of a small run, to notice a broken reward soon."""
 MIN_COUNT = 64
-"""Number of rewards that `FailureWatch` must have counted before it may stop a run (a full window, if that is smaller).
-Three failures among ten may be chance."""
+"""Number of rewards to count before `FailureWatch` may stop a run (a full window, if smaller), because three failures
+among ten may be chance."""
 MAX_REASON_CHARS = 300
 
 

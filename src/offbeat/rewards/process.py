@@ -294,8 +294,8 @@ def _culprit(unanswered: set[int], num_begun: int, in_turn: bool) -> int | None:
 
 
 def _new_cell() -> IO[bytes]:
-    """Creates the file that `Progress` maps. It is in memory if possible, because a write to a mapped file on a full
-    disk kills the process."""
+    """Creates the file that `Progress` maps, in memory if possible: writing to a mapped file on a full disk kills the
+    process."""
     if hasattr(os, "memfd_create"):
         cell: IO[bytes] = os.fdopen(os.memfd_create("offbeat"), "w+b", 0)
     else:

@@ -2,8 +2,7 @@
 
 `OFFBEAT_CRASH_AT` lists points, separated by commas; `name:3` means the third time that a process passes the point. The
 process gets SIGKILL, so nothing is flushed. If `OFFBEAT_CRASH_ONCE` names a folder, each point kills only one process
-and leaves a file with the point's name in the folder, so that a restarted process gets past it. Without
-`OFFBEAT_CRASH_AT`, crash points do nothing.
+and leaves a file with the point's name in the folder, so that a restarted process gets past it.
 """
 
 from __future__ import annotations

@@ -179,8 +179,8 @@ class _LossTrial:
         return torch.where(tokens.mask, values.detach(), 0.0), torch.zeros_like(leaf) if gradient is None else gradient
 
     def _compare(self, tokens: Tokens, at: Tensor, where: str, why: str) -> None:
-        """Raises `ContractBroken` if a loss or gradient of `tokens` differs from that of the same token in the whole
-        made-up batch. `at` holds the tokens' indices in that batch. `where` and `why` complete the message."""
+        """Raises `ContractBroken` if a loss or gradient of `tokens` differs from that in the whole made-up batch, in
+        which the tokens have the indices `at`. `where` and `why` complete the message."""
         for name, new, whole in zip(
             ("value", "gradient"), self._cost(tokens, self.weights[at]), self.whole, strict=True
         ):

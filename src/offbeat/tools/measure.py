@@ -140,8 +140,8 @@ class _Timer:
         return Measurement("decode", self.name, seconds, rows=rows, context=statistics.mean(read))
 
     def prefill(self, rows: int, context: int) -> Measurement:
-        """Times prefill as the difference between the first step, which prefills all but the last token of each row,
-        and a later step."""
+        """Times prefill: the time of the first step, which prefills all but the last token of each row, minus that of a
+        later step."""
         self._submit(rows, context, KvMode.REFILL)
         seconds = max(self._step_s() - self._median_step_s(), 1e-9)
         self.stepper.abort(None)
@@ -256,8 +256,8 @@ def _measured_cpu(given: Figures) -> Figures:
 
 
 def _cpu_flops() -> float:
-    """Returns the float32 operations per second that the CPU would reach on an idle machine: the rate of one thread, by
-    CPU time, times the number of threads."""
+    """Returns the CPU's float32 operations per second on an idle machine, as the rate of one thread by CPU time, times
+    the number of threads."""
     one, other = torch.rand(SQUARE, SQUARE), torch.rand(SQUARE, SQUARE)
     with _one_thread() as num_threads:
         return num_threads * 2 * SQUARE**3 / _fastest_s(lambda: one @ other, time.thread_time)

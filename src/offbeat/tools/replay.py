@@ -1,8 +1,8 @@
 """Repeats a step that met NaN or infinity, from the file that its run saved. The run itself is not changed.
 
 Batch and configuration are in the file; the weights are beside it or still in the run's folder. Master weights, moments
-and a value head come from the checkpoint of that step. Without such a checkpoint they are initialised anew, so all
-updates after the step's first may differ from those of the run.
+and a value head come from the checkpoint of that step. Without it they are initialised anew, so updates after the
+step's first may differ from the run's.
 """
 
 from __future__ import annotations

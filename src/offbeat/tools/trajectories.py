@@ -93,7 +93,7 @@ SLICE = 500
 """Number of trajectories in memory at a time."""
 
 Content = tuple[TrajectoryRow, tuple[np.ndarray, dict[str, Any]], Trajectory | None]
-"""A trajectory's row; the tokens of its prompt, with the problem; the trajectory itself, or None if it was pruned."""
+"""A trajectory's row; its prompt's tokens and problem; the trajectory itself, or None if it was pruned."""
 
 
 def _with_content(ledger: Ledger, rows: list[TrajectoryRow]) -> Iterator[Content]:

@@ -48,9 +48,9 @@ def credit(
     *,
     recalls_siblings: bool = False,
 ) -> Credit:
-    """Computes a batch's advantages. With `settings`, GAE computes one per token from the value head's `values`. If
-    `settings` is None, the function `advantage` computes one per answer. With `recalls_siblings`, that function also
-    gets rewards of answers to the same prompts that are not in the batch."""
+    """Computes a batch's advantages. With `settings`, GAE computes one per token from the value head's `values`.
+    Otherwise `advantage` computes one per answer. With `recalls_siblings`, this function also gets rewards of answers
+    to the same prompts outside the batch."""
     if settings is None:
         found = _checked(advantage, samples, recalls_siblings)
         by_token = tuple(np.full(s.num_tokens, a, np.float32) for s, a in zip(samples, found, strict=True))
@@ -173,8 +173,7 @@ def estimate(
 
 
 def whitened(advantages: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Returns advantages that are shifted and scaled to mean 0 and standard deviation 1 over the tokens in `masks`;
-    other tokens get 0."""
+    """Returns the advantages, scaled to mean 0 and standard deviation 1 over the tokens in `masks`, and 0 elsewhere."""
     trained = np.concatenate([a[m] for a, m in zip(advantages, masks, strict=True)]) if advantages else np.zeros(0)
     if len(trained) < 2 or np.ptp(trained) <= EQUAL_WITHIN:
         return [np.zeros_like(a) for a in advantages]

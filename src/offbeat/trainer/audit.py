@@ -56,9 +56,8 @@ def audit(
     """Compares the log-probs that engines reported with the trainer's; `max_gap` bounds a sample's mean difference.
 
     `now` holds the trainer's log-probs of all tokens at the start of the step, concatenated. Of these, only fresh
-    tokens are compared, because the same weights sampled them. `witnessed` has an entry for each sample: an array with
-    the log-probs of older tokens under the weights that sampled them, and NaN for all other tokens. The entry is None
-    if no log-probs were computed.
+    tokens are compared, because the same weights sampled them. `witnessed` holds, for each sample, the log-probs of
+    older tokens under the weights that sampled them, and NaN for all other tokens; None if none were computed.
     """
     lengths = [sample.num_tokens for sample in samples]
     owner = np.repeat(np.arange(len(samples)), lengths)
@@ -125,13 +124,13 @@ def _logprobs(
 
 
 def choose(samples: Sequence[Sample], share: float, at_hand: Mapping[int, object]) -> Iterator[tuple[int, list[int]]]:
-    """Chooses older tokens to audit. Yields pairs of a version and a list of sample indices: the tokens of that version
-    in these samples are to be compared. The keys of `at_hand` are the versions whose weights are available.
+    """Chooses older tokens to audit. Yields a version, and the indices of the samples in which to compare the tokens of
+    this version. The keys of `at_hand` are the versions whose weights are available.
 
     With `share` 0, nothing is chosen. Otherwise all samples that are not `is_proven` are chosen, and others that hold
     about `share` of the older tokens. The others come from few versions, because each version has to be loaded.
 
-    The choice is seeded by a hash of the batch. So a resumed run audits the same batch in the same way. No worker can
+    The choice is seeded by a hash of the batch, so a resumed run audits the same batch in the same way. No worker can
     know whether its answer will be audited, because that depends on the other answers.
     """
     num_stale = {number: count for number, count in _num_stale(samples).items() if number in at_hand}
@@ -173,8 +172,7 @@ def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
 
 
 class Witnesses(WeightFolder):
-    """Folder with the weights of the trainer's latest `num_kept` versions, with which audits recompute the log-probs of
-    older tokens.
+    """Folder with the weights of the latest `num_kept` versions, for audits of older tokens.
 
     The files are hard links to published files, which cost disk space but no time. Audits skip a missing version.
     """

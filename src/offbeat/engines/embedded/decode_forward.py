@@ -81,8 +81,8 @@ class RecordedStep:
 
 
 def recorded(forward: DecodeForward, inputs: Sequence[tuple[Tensor, ...]]) -> Forward:
-    """Records `forward` with the first of `inputs`, and compares the recording with `forward` on all of them. Returns
-    the recording, or `forward` itself if it cannot be recorded or the recording differs."""
+    """Records `forward` with the first of `inputs`, and compares the results of both on all of them. Returns the
+    recording, or `forward` itself if it cannot be recorded or the results differ."""
     if inputs[0][0].device.type != "cpu":
         return forward
     with _recording, warnings.catch_warnings(record=True) as caught:

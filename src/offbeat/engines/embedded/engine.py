@@ -41,9 +41,9 @@ CLOSE_WITHIN_S = 60.0
 class EmbeddedEngine:
     """Implements `offbeat.engines.protocol.Engine`.
 
-    The engine takes over `model`, which must already have its device and dtype. `version` is the number of the version
-    whose weights the model holds; if None, `load` must come before the first `generate`. `base` is the digest of the
-    weights that the model's adapters belong to; None for a model without adapters.
+    The engine takes over `model`, which must already have its device and dtype. `version` is the version whose weights
+    the model holds; None: call `load` before the first `generate`. `base` is the digest of the weights that the model's
+    adapters belong to; None for a model without adapters.
     """
 
     def __init__(

@@ -63,8 +63,8 @@ class CachedPrompts:
 
 
 PREFILL_TOKENS = 4096
-"""Largest number of tokens, padding included, in a batch of several sequences. A longer sequence is computed by itself.
-The limit bounds the memory of a batch and the time that live slots wait."""
+"""Largest number of tokens, padding included, in a batch of several sequences; a longer sequence is computed by itself.
+Bounds the memory of a batch and the time that live slots wait."""
 MIN_EXACT_ROWS = 16
 """Multiple to which `exact` pads a sequence: matrix products with fewer rows use other kernels, whose results depend on
 the number of rows and threads."""

@@ -54,7 +54,7 @@ SMALL_STEP_FLOPS = 1e9
 class Stepper:
     """Schedules requests over slots. Not thread-safe; must be called under `torch.inference_mode()`.
 
-    `version` is the number of the version whose weights `model` holds; None: call `load` before the first `step`.
+    `version` is the version whose weights `model` holds; None: call `load` before the first `step`.
     `worker` and `fingerprint` are written into every segment.
     """
 

@@ -120,8 +120,9 @@ def _check_names(version: Version, state: Mapping[str, Tensor], found: dict[str,
 def _check_tensor(version: Version, name: str, tensor: Tensor, stored: Any) -> None:
     shape, dtype = tuple(stored.get_shape()), DTYPES.get(stored.get_dtype())
     if shape != tuple(tensor.shape):
-        wanted = tuple(tensor.shape)
-        raise EngineError(f"version {version.number}: {name} has shape {shape}, but the model's has {wanted}")
+        raise EngineError(
+            f"version {version.number}: {name} has shape {shape}, but the model's has {tuple(tensor.shape)}"
+        )
     if dtype is None or torch.promote_types(dtype, tensor.dtype) != tensor.dtype:
         raise EngineError(
             f"version {version.number}: {name} is {stored.get_dtype()} and would be rounded to {tensor.dtype}; "

@@ -168,8 +168,8 @@ class EngineServer:
 
 
 def error_line(text: str) -> str:
-    """Returns the last line of a log that names an error. Lines with a mere hint, such as "see stack trace", are a
-    second choice. If no line names an error, returns the last line."""
+    """Returns the last line of a log that names an error, preferably one that is not a mere hint, such as "see stack
+    trace". If no line names an error, returns the last line."""
     lines = [PREFIX.sub("", line).strip() for line in text.splitlines()]
     lines = [line for line in lines if line]
     errors = [line for line in lines if ERROR.search(line)]

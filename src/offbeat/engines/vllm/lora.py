@@ -100,8 +100,8 @@ class LoraDialect(VllmDialect):
         return root.samefile(self.base) if root.exists() else self._root == self.model
 
     async def _refuse_fixed(self) -> None:
-        """Raises an `EngineError` if the server cannot load adapters while it runs. To find out, sends a load call
-        without a name. Such a server answers the call with 404, any other with 400."""
+        """Raises an `EngineError` if the server cannot load adapters while it runs. Such a server answers a load call
+        without a name with 404, any other with 400."""
         try:
             await self.server.send(LOAD, {"lora_name": "", "lora_path": ""})
         except ServerRefused as error:

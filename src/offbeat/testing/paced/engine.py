@@ -398,8 +398,8 @@ class PacedClock:
 
     def _num_to_prefill(self, request: Request) -> int:
         """Returns how many tokens of a request must be prefilled, and takes its prefix out of the cache. Without a
-        cached prefix, these are all tokens. With one, they are the tokens after it, except the last token, which the
-        first step processes."""
+        cached prefix, these are all tokens; otherwise the tokens after it, except the last, which the first step
+        processes."""
         prefix = None if self.version is None else self._cached.find(request, self.version)
         if prefix is None:
             return len(request.tokens)

@@ -63,7 +63,7 @@ class PacedSettings:
     exact: bool = True
     """Value to report as `Capabilities.exact`; the engine itself is always exact."""
     splits_by_version: bool = True
-    """False: refuse loads while requests run, like an engine that cannot split answers into segments."""
+    """False: refuse loads while requests run, like an engine that cannot split answers."""
 
     def __post_init__(self) -> None:
         for name, least in (("num_slots", 1), ("max_context_tokens", 2), ("vocab_size", 2)):

@@ -71,7 +71,7 @@ def version(name):
 
 print(json.dumps({name: version(name) for name in ("vllm", "sglang") if importlib.util.find_spec(name)}))
 """
-"""Program for the engine's Python; it uses only the standard library, because that Python may have no packages."""
+"""Program for the engine's Python, which may have no packages; so it imports only the standard library."""
 
 
 class ProbeFailed(OffbeatError):

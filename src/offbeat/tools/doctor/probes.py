@@ -119,8 +119,8 @@ def check_memory(
 
 
 def training_bytes(config: Config, num_parameters: int, *, on_gpu: bool) -> dict[str, int]:
-    """Returns the least memory that trainer and embedded engine need on one device, as bytes by purpose. Activations
-    and KV are not included."""
+    """Returns the least memory that trainer and embedded engine need on one device, besides activations and KV, as
+    bytes by purpose."""
     dtype = "bfloat16" if config.model.dtype == "auto" and on_gpu else config.model.dtype
     weights, has_engine = BYTES_PER_PARAMETER[dtype] * num_parameters, config.rollout.engine == "embedded"
     engine = {"engine": weights} if has_engine else {}
@@ -262,8 +262,7 @@ def compare_server(config: Config, url: str, facts: Facts) -> Iterator[Finding]:
     remedy = "--rollout.temperature 1, or start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
     yield judged("log-probs", text, bad=is_wrong, remedy=remedy, level=Level.STOPS)
     spans = "known for each token" if facts.has_spans else "known for each call, so that a load interrupts all calls"
-    labels = "labelled" if facts.has_labels else "not labelled"
-    yield Finding("weights", f"{spans}; {labels}; KV {', '.join(modes)}")
+    yield Finding("weights", f"{spans}; {'' if facts.has_labels else 'not '}labelled; KV {', '.join(modes)}")
     if facts.max_context_tokens < context:
         text = f"rollout.max_prompt_tokens + rollout.max_new_tokens = {context:,}; the server's limit is lower"
         remedy = f"start the server for {context} tokens (vLLM: --max-model-len, SGLang: --context-length)"
