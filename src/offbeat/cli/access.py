@@ -1,6 +1,6 @@
 """`offbeat worker token | list | revoke`: controls which workers may join a run.
 
-These commands change the run's ledger directly. A running coordinator sees the changes at once.
+These commands use the run's ledger directly. A running coordinator sees changes at once.
 """
 
 from __future__ import annotations

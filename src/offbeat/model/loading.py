@@ -173,7 +173,7 @@ def save_hf(
     """Writes a folder that transformers, vLLM and SGLang can load: weights in the model's dtype, tokenizer,
     `extra_files`.
 
-    The files are written to a draft folder, which is flushed and renamed. A `folder` that is not empty is refused.
+    A `folder` that is not empty is refused.
     """
     from transformers.utils import logging
 

@@ -35,8 +35,8 @@ from offbeat.rewards import wire
 from offbeat.rewards.verifiers import load_reward
 
 SEND_EVERY_S = 0.005
-"""Answers are collected for this long before they are sent. If the process is killed, answers not yet sent are computed
-again, so at most this much work is lost."""
+"""Answers are collected for this long before they are sent. If the process is killed, at most this much work is lost
+and repeated."""
 HAND_BACK_AFTER_S = 0.1
 """Seconds after which a process hands back the samples that it has not begun, for other processes to judge. So messages
 can be large, and slow samples are still spread over all processes."""

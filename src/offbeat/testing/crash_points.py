@@ -45,7 +45,7 @@ POINTS: dict[str, tuple[str, ...]] = {
         "half-forgotten",  # old versions deleted, their pieces not yet
     ),
 }
-"""All crash points by role; comments say what has or has not happened at each point."""
+"""All crash points by role."""
 
 _wanted = os.environ.get(AT)
 """Value of `OFFBEAT_CRASH_AT`, read only once, because some points are passed for every trajectory."""

@@ -60,8 +60,7 @@ class Sizes:
 QUICK = Sizes((1, 4, 16, 48), 512, (1, 4), (1, 4), num_rounds=2)
 CPU_SIZES = Sizes((1, 2, 4, 8, 16, 32, 64), 1024, (1, 2, 4), (1, 2, 4), num_rounds=5)
 GPU = Sizes((1, 4, 16, 32, 64, 128, 256), 4096, (1, 2, 4, 8), (1, 2, 4), num_rounds=5)
-"""Sizes for a GPU. Few training samples, because logits of thousands of tokens, with a large vocabulary and in float32,
-must fit beside the optimizer."""
+"""Sizes for a GPU. Few training samples, because their float32 logits must fit beside the optimizer."""
 
 
 def measure(

@@ -142,8 +142,7 @@ class PacedEngine:
         return max(self._clock(), self._reached_s)
 
     async def _drive(self) -> None:
-        """Carries out one event after another, and sleeps in between. If that fails, all waiting callers get the
-        error."""
+        """Carries out one event after another and sleeps in between; on an error, all waiting callers get it."""
         try:
             while self._ended is None and (due_s := self._paced.due_s()) is not None:
                 await self._sleep_until(due_s)

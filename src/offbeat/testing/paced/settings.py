@@ -46,8 +46,7 @@ class PacedSettings:
     """Settings of a paced engine.
 
     A decode step takes `base_s + per_row_s * rows` seconds, and a prefill `prefill_s` per token, both divided by
-    `speed`. Of a new request, only the tokens after its cached prefix are prefilled. After a load, all running requests
-    are prefilled again.
+    `speed`.
     """
 
     num_slots: int = 32
