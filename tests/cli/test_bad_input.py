@@ -158,7 +158,7 @@ def test_a_prompt_that_is_too_long_is_told(offbeat):
     told = (
         r"arithmetic, problem 0: its prompt has \d+ tokens, over rollout\.max_prompt_tokens = 2; 64 of 64 prompts of a "
     )
-    told += 'sample are too long; raise it to 9 or more, or set rollout.long_prompts = "skip" or "cut"'
+    told += 'sample are too long; raise this limit to 9 or more, or set rollout.long_prompts = "skip" or "cut"'
     assert re.fullmatch(told, refuses_to_begin(offbeat, "--rollout.max-prompt-tokens=2"))
 
 

@@ -97,7 +97,7 @@ def test_4_a_prompt_that_is_too_long(user):
         file.write(json.dumps({"question": "1+" * 40 + "1=", "answer": 41}) + "\n")
     assert refusal(user) == (
         "problems.jsonl:21: its prompt has 82 tokens, over rollout.max_prompt_tokens = 64; 1 of 21 rows is too long; "
-        'raise it to 82 or more, or set rollout.long_prompts = "skip" or "cut"'
+        'raise this limit to 82 or more, or set rollout.long_prompts = "skip" or "cut"'
     )
 
 

@@ -163,8 +163,8 @@ REFUSALS = {
     ),
     "exact staleness": (
         {"schedule.max_staleness": 1, "run.exact": True},
-        "schedule.max_staleness = 1: allowed only 0 with run.exact = true, or else the order of training would depend "
-        "on which worker was faster",
+        "schedule.max_staleness = 1: allowed only 0 with run.exact = true, because otherwise the order of training "
+        "would depend on which worker was faster",
     ),
     "exact slots": (
         {"rollout.slots": 15, "run.exact": True},
@@ -216,11 +216,13 @@ REFUSALS = {
     ),
     "no signal": (
         {"loss.name": "reinforce", "batch.drop_no_signal": True},
-        'batch.drop_no_signal = true: loss.advantage = "batch" learns from groups whose rewards are all equal too',
+        'batch.drop_no_signal = true: allowed false with loss.advantage = "batch", which also learns from groups whose '
+        "rewards are all equal",
     ),
     "no signal, gae": (
         {"loss.name": "dapo", "loss.advantage": "gae"},
-        'batch.drop_no_signal = true: loss.advantage = "gae" learns from groups whose rewards are all equal too',
+        'batch.drop_no_signal = true: allowed false with loss.advantage = "gae", which also learns from groups whose '
+        "rewards are all equal",
     ),
     "released before its signal is known": (
         {"batch.gate": "release", "loss.name": "dapo"},

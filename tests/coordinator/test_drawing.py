@@ -113,5 +113,5 @@ def test_held_out_prompts_that_are_too_long_are_refused_or_left_out_and_the_othe
     seeds = {group.ordinal: group.seed for group in all_of_them}
     assert 0 < len(some) < len(all_of_them) == 30
     assert all(seeds[group.ordinal] == group.seed for group in some)
-    with pytest.raises(UserError, match=r'raise it, or set rollout\.long_prompts = "skip" or "cut"$'):
+    with pytest.raises(UserError, match=r'raise this limit, or set rollout\.long_prompts = "skip" or "cut"$'):
         held_out("error", 6)

@@ -44,7 +44,7 @@ def test_all_rows_are_measured_held_out_ones_too_and_the_first_long_one_is_named
         refuse_long([found], "error", 64)
     assert str(refused.value) == (
         f"{tmp_path}/data.jsonl:3: its prompt has 82 tokens, over rollout.max_prompt_tokens = 64; 2 of 4 rows are too "
-        'long; raise it to 83 or more, or set rollout.long_prompts = "skip" or "cut"'
+        'long; raise this limit to 83 or more, or set rollout.long_prompts = "skip" or "cut"'
     )
     for policy in ("skip", "cut"):
         refuse_long([found], policy, 64)

@@ -87,7 +87,7 @@ def test_what_a_template_refuses_is_one_line():
 def test_a_prompt_that_is_too_long_names_length_limit_and_key():
     text = "hello " * 9
     assert refusal(renderer(max_prompt_tokens=9), text) == (
-        "words, problem 3: its prompt has 10 tokens, over rollout.max_prompt_tokens = 9; raise it, or set "
+        "words, problem 3: its prompt has 10 tokens, over rollout.max_prompt_tokens = 9; raise this limit, or set "
         'rollout.long_prompts = "skip" or "cut"'
     )
     assert words(renderer(max_prompt_tokens=10), text)

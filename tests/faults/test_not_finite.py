@@ -177,7 +177,7 @@ def test_what_cannot_be_replayed_is_told(capsys):
 
     assert refused("x.batch").startswith("x.batch: no such file; a run that met NaN")
     Path("x.batch").write_text("nothing of ours")
-    assert refused("x.batch").startswith("x.batch is damaged or no saved batch")
+    assert refused("x.batch").startswith("x.batch is damaged or not a saved batch")
     Path("runs/a/broken").mkdir(parents=True)
     assert refused("runs/a") == "runs/a is a folder; give a file broken/*.batch of a run, of which this folder has none"
     Path("runs/a/broken/step-00000003.batch").touch()

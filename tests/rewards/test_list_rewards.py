@@ -183,7 +183,7 @@ def test_a_missing_column_is_named(tmp_path):
         return [0.0] * len(completions)
 
     (result,) = score(tmp_path, reward, [sample("2", id=1)])
-    assert "needs a column 'solution', and the problem has answer, id" in result.error
+    assert "needs a column 'solution', but the problem has only answer, id" in result.error
 
 
 def test_what_only_trls_trainer_has_is_refused_at_the_start(tmp_path):

@@ -10,7 +10,7 @@ NUMBERS = "returns one finite number per answer"
 ORDER = "the order of answers and the names of groups do not matter"
 APART = "groups have no influence on each other"
 EQUAL = "where all rewards are equal there is no advantage"
-BETTER = "of a group, a better answer never has the lower advantage"
+BETTER = "within a group, a better answer never has a lower advantage"
 
 
 def findings(advantage):

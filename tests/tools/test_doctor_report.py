@@ -157,7 +157,7 @@ def test_a_server_must_be_what_the_configuration_says():
     found = only_ailment(compare_server(vllm, URL, replace(SERVER, max_context_tokens=90)))
     assert (found.level, "start the server for 96 tokens" in found.remedy) == (Level.STOPS, True)
     texts = [f.text for f in compare_server(vllm, URL, replace(SERVER, has_spans=False))]
-    assert any("without spans: a request ends at every load" in text for text in texts)
+    assert any("known for each call, so that a load interrupts all calls" in text for text in texts)
     raw = replace(SERVER, is_tempered=False)
     assert ailments(compare_server(vllm, URL, raw)) == []
     cooler = config(*SERVED, f"--engine.url={URL}", "--rollout.temperature=0.7")

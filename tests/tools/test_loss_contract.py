@@ -104,7 +104,7 @@ WRONG = {
     "numbered sequences": (by_number, {APART}, "batch.tokens_per_microbatch"),
     "a mean over masked tokens": (counting_masked, {MASKED}, "multiply by tokens.mask"),
     "the age of masked tokens": (by_masked_age, {MASKED}, "multiply by tokens.mask"),
-    "an age that means nothing": (by_oldest, {MASKED}, "with something else there"),
+    "an age that means nothing": (by_oldest, {MASKED}, "with another staleness of untrained tokens"),
     "a gradient of the micro-batch": (hidden, {APART}, "a gradient is"),
     "0 / 0": (dividing_by_trained, {NUMBERS}, "are NaN or infinite"),
     "an unbounded exponent": (

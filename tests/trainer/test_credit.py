@@ -35,7 +35,7 @@ def test_an_advantage_of_ones_own_is_given_rewards_and_groups_and_must_give_one_
     assert seen == [([1.0, 0.0, 0.5, 0.5], [0, 0, 1, 1])]
     assert [a[0] for a in found.advantages] == [2, 0, 0, -1]
     with pytest.raises(
-        UserError, match=r"^loss\.advantage returned shape \(3,\) for 4 answers, not one number for each"
+        UserError, match=r"^loss\.advantage returned shape \(3,\) for 4 answers; return one number for each"
     ):
         credit(some_samples(), lambda rewards, groups: rewards[:3], None, NOTHING)
 

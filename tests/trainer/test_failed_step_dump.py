@@ -95,7 +95,7 @@ def test_what_is_no_saved_batch_is_told(tmp_path, weights):
     file = save(tmp_path / "broken", kept(), weights)
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match=r"is damaged or no saved batch"):
+    with pytest.raises(UserError, match=r"is damaged or not a saved batch"):
         read(file)
     with pytest.raises(UserError, match="cannot be read: No such file"):
         read(tmp_path / "nothing.batch")

@@ -1,7 +1,6 @@
 """`offbeat worker token | list | revoke`: controls which workers may join a run.
 
-These commands use the run's ledger (its record on disk) directly, whether or not a coordinator is running; a running
-one sees changes at once.
+These commands use the run's ledger directly. A running coordinator sees changes at once.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
     from offbeat.ledger.workers import WorkerRecord
 
 ACTIONS = {
-    "token": "a token that one worker can join with, once",
-    "list": "the workers that have joined",
+    "token": "print a token with which one worker can join, once",
+    "list": "list the workers that have joined",
     "revoke": "make a worker's secret invalid",
 }
 ROLES = ("rollout", "reward", "trainer")
@@ -38,9 +37,11 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("run", metavar="RUN", nargs="?", help=RUN_HELP)
     parser.add_argument("name", metavar="NAME", nargs="?", help="with revoke: the worker")
-    parser.add_argument("--role", choices=ROLES, help="with token: what the worker may do (rollout)")
-    parser.add_argument("--minutes", type=float, help=f"with token: how long it can be used ({DEFAULT_MINUTES:g})")
-    parser.add_argument("--reason", help="with revoke: the reason that the worker sees")
+    parser.add_argument("--role", choices=ROLES, help="with token: what the worker may do (default: rollout)")
+    parser.add_argument(
+        "--minutes", type=float, help=f"with token: how long it can be used (default: {DEFAULT_MINUTES:g})"
+    )
+    parser.add_argument("--reason", help="with revoke: the reason to give to the worker")
     parser.add_argument("--json", action="store_true", help="with list: one line of JSON")
 
 
@@ -100,7 +101,7 @@ def _check(arguments: argparse.Namespace) -> None:
             shown = name.upper() if name == "name" else f"--{name}"
             raise UserError(f"{shown} goes with offbeat worker {action}, not with offbeat worker {arguments.action}")
     if arguments.action == "revoke" and not arguments.name:
-        raise UserError("a worker's NAME is missing; offbeat worker list lists them")
+        raise UserError("a worker's NAME is missing; offbeat worker list prints the names")
 
 
 def _ledger(folder: Path, *, read_only: bool = False) -> Ledger:

@@ -23,15 +23,15 @@ MEASURING_ALONE = ("quick", "accelerator", "tflops", "memory_gb", "bandwidth_tb_
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("measurements", nargs="?", metavar="MEASUREMENTS.jsonl", help="what to fit constants to")
+    parser.add_argument("measurements", nargs="?", metavar="MEASUREMENTS.jsonl", help="what to fit the constants to")
     parser.add_argument("--measure", action="store_true", help="measure this machine instead")
-    parser.add_argument("--model", metavar="MODEL", required=True, help="what is or was run: a name, config or folder")
-    parser.add_argument("--out", metavar="FILE", required=True, help="where constants, or measurements, go")
+    parser.add_argument("--model", metavar="MODEL", required=True, help="the measured model: a name, config or folder")
+    parser.add_argument("--out", metavar="FILE", required=True, help="file to write constants or measurements to")
     parser.add_argument("--quick", action="store_true", help="measure few sizes, in seconds")
-    parser.add_argument("--accelerator", metavar="NAME", help="what to call this GPU; without it, what it calls itself")
-    parser.add_argument("--tflops", type=float, help="dense peak of this machine; for a processor, else measured")
-    parser.add_argument("--memory-gb", type=float, help="its memory")
-    parser.add_argument("--bandwidth-tb-s", type=float, help="its memory's bandwidth")
+    parser.add_argument("--accelerator", metavar="NAME", help="name of this GPU; without it, the name torch reports")
+    parser.add_argument("--tflops", type=float, help="dense peak of this machine; without it, looked up or measured")
+    parser.add_argument("--memory-gb", type=float, help="memory of this machine; likewise")
+    parser.add_argument("--bandwidth-tb-s", type=float, help="bandwidth of its memory; likewise")
     parser.epilog = "The constants are for offbeat plan --constants."
 
 
@@ -138,7 +138,8 @@ def _versions() -> dict[str, str]:
 
 
 def _summary(constants: Constants, name: str) -> str:
-    """Describes the fitted constants of an accelerator, their held-out errors, and the constants left at defaults."""
+    """Describes an accelerator's fitted constants, their errors on held-out measurements, and the constants that keep
+    their defaults."""
     from offbeat.planner.cost.constants import NAMES, FigureSource
 
     figures = dataclasses.asdict(constants.of(name))

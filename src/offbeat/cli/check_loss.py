@@ -12,7 +12,7 @@ SIGNS = {"holds": "✓", "warns": "!", "fails": "✗"}
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("function", metavar="FUNCTION", help="module:function or file.py:function")
-    parser.add_argument("--kind", choices=("loss", "advantage"), help="default: by the names of its parameters")
+    parser.add_argument("--kind", choices=("loss", "advantage"), help="default: chosen by the names of its parameters")
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     parser.epilog = "✓ holds, ! may be intended, ✗ does not hold. Exit status 1 if something does not hold."
 

@@ -1,4 +1,4 @@
-"""The run that a command is about: the one that its words name, else the newest."""
+"""The run that a command is about: the one named on the command line, else the newest."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ RUN_HELP = "a run's folder, or its name; without it, the newest run"
 
 
 def chosen_run(given: str | None) -> Path:
-    """Returns the folder of the run `given`, which is a folder or a name below the default of `run.dir`. If `given` is
-    None, returns the newest run there, and names it on standard error."""
+    """Returns the folder of the run `given`, which is a folder, or a name in the default `run.dir`. If `given` is None,
+    returns the newest run in that directory, and names it on standard error."""
     parent = Path(RunConfig().dir)
     if given is None:
         run = newest_run(parent)

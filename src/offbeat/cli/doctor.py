@@ -17,14 +17,13 @@ from offbeat.config import Config, from_dict, load, resolved
 from offbeat.errors import UserError
 
 WITHIN_S = 120.0
-"""Default limit of each probe in seconds: importing torch from a cold disk takes long, as do an engine's first
-answers."""
+"""Default limit of each probe in seconds; importing torch from a cold disk and an engine's first answers take long."""
 COLOURS = {"!": "33", "x": "31", "-": "2"}
 
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="without it, the built-in demo")
-    parser.add_argument("--engine-url", metavar="URL", help="an engine's server to examine besides")
+    parser.add_argument("--engine-url", metavar="URL", help="also examine this server of an engine")
     parser.add_argument(
         "--within", metavar="SECONDS", type=float, default=WITHIN_S, help=f"how long to wait for a probe ({WITHIN_S:g})"
     )

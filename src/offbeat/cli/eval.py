@@ -24,7 +24,7 @@ def add_arguments(parser: Parser) -> None:
         "config",
         nargs="?",
         metavar="CONFIG.toml|RUN",
-        help="whose tasks; without it, the run's own, and for a model the built-in demo's",
+        help="whose tasks to use; without it, the run's own, or for a model those of the built-in demo",
     )
     parser.add_argument("--prompts", metavar="N", help="held-out prompts, the same as --eval.prompts")
     parser.add_argument("--samples", metavar="K", help="answers per prompt, the same as --eval.samples")
@@ -57,8 +57,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _run_of(word: str | None) -> Path | None:
-    """Returns the folder of the run that `word` names; None if `word` is that of a model or a configuration. Without a
-    word, returns the newest run."""
+    """Returns the folder of the run that `word` names; None if it names a model or a configuration. If `word` is None,
+    returns the newest run."""
     if word is None:
         return chosen_run(None)
     folder = chosen_run(word)

@@ -1,4 +1,4 @@
-"""`offbeat ledger`: verifies a run's ledger (the durable record of its work), or summarises it."""
+"""`offbeat ledger`: verifies a run's ledger, or summarises it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from offbeat.ledger.ledger import Ledger
     from offbeat.ledger.reports import RunReport
 
-ACTIONS = {"verify": "everything that must always hold does hold", "show": "who made what, and what is waited for"}
+ACTIONS = {
+    "verify": "check the rules that must always hold",
+    "show": "print who made what, and what the run waits for",
+}
 
 
 def add_arguments(parser: Parser) -> None:

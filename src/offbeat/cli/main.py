@@ -19,7 +19,7 @@ from offbeat.spelling import nearest
 
 SPIN_COUNT = "1000"
 """Iterations that an OpenMP thread spins before it sleeps: a few microseconds. The default is about a thousand times as
-many, which gains nothing on idle cores and makes a step five to eight times slower beside one busy process."""
+many. On idle cores that gains nothing, and beside one busy process it makes a step five to eight times slower."""
 
 
 def spin_briefly() -> None:
@@ -33,7 +33,7 @@ COMMANDS = {
     "train": "train a model; without a configuration, the built-in demo",
     "serve": "coordinate a run that a trainer and workers join",
     "trainer": "train for a run that is coordinated elsewhere",
-    "worker": "generate for a run; or let workers in, list them, shut them out",
+    "worker": "generate for a run; or issue join tokens to workers, list them, revoke them",
     "plan": "choose machines for a workload: which to rent, which train and which generate",
     "calibrate": "measure a machine, or fit the planner's cost model to measurements",
     "eval": "score a model on held-out prompts",
@@ -42,7 +42,7 @@ COMMANDS = {
     "ledger": "check a run's ledger, or summarise it",
     "doctor": "check what will work on this machine, and what to install or change",
     "replay": "repeat a step that met NaN or infinity, and find what was not finite first",
-    "check-loss": "test your own loss or advantage against the rules that training relies on",
+    "check-loss": "check your own loss or advantage for the properties that training relies on",
     "show": "print what a run generated: the latest answers, the best, the worst, or one with its history",
 }
 """Commands and their help. Each is a module of this package with `add_arguments(parser)` and `run(arguments,
@@ -57,7 +57,8 @@ HELP_WORDS = ("-h", "--help", "help")
 
 
 owns_process = False
-"""Whether the command is all that this process does. Then a dry run may hide torch, which transformers remembers."""
+"""Whether this process runs only one command. Only then may a dry run hide torch, because transformers would remember
+that torch is missing."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _discard_output() -> None:
-    """Drops unwritten standard output, which Python would otherwise try to write again when it exits."""
+    """Drops unwritten standard output; otherwise Python would try to write it again at its exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

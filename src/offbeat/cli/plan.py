@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("cluster", metavar="CLUSTER.toml", help="machines that could be had")
+    parser.add_argument("cluster", metavar="CLUSTER.toml", help="machines that are available")
     parser.add_argument("workload", metavar="WORKLOAD.toml", help="the model, its lengths, and what a step asks for")
     aim = parser.add_mutually_exclusive_group()
     aim.add_argument("--budget", metavar="$/h", type=float, help="the most to spend; without it, all machines")
-    aim.add_argument("--throughput", metavar="TOK/S", type=float, help="the cheapest plan with so many tokens a second")
-    parser.add_argument("--constants", metavar="FILE", help="constants of the cost model, such as calibration writes")
-    parser.add_argument("--add", metavar="NAME:NODES", action="append", default=[], help="with more nodes of a class")
-    parser.add_argument("--remove", metavar="NAME:NODES", action="append", default=[], help="with fewer")
-    parser.add_argument("--explain", action="store_true", help="what each limit costs, all places and assumptions")
+    aim.add_argument("--throughput", metavar="TOK/S", type=float, help="tokens per second to reach at the least cost")
+    parser.add_argument("--constants", metavar="FILE", help="constants of the cost model, from offbeat calibrate")
+    parser.add_argument("--add", metavar="NAME:NODES", action="append", default=[], help="add nodes of a class")
+    parser.add_argument("--remove", metavar="NAME:NODES", action="append", default=[], help="remove nodes of a class")
+    parser.add_argument("--explain", action="store_true", help="print what each limit costs, all places, assumptions")
     parser.add_argument("--frontier", metavar="FILE.html", help="also draw cost against throughput")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--verify", metavar="PLAN.json", help="check a saved plan against the same files, no solver")
@@ -83,8 +83,8 @@ def _plan(arguments: argparse.Namespace, inventory: Inventory, workload: Workloa
 
 
 def _draw(file: Path, inventory: Inventory, workload: Workload, constants: Constants) -> int:
-    """Draws price against throughput of the best plans into an HTML file. Returns the number of drawn plans that may
-    use every class of nodes in the inventory."""
+    """Writes an HTML file with a drawing of the best plans' price against throughput. Returns the number of drawn plans
+    that may use every class of nodes in the inventory."""
     from offbeat.planner.report.frontier import frontier_page, homogeneous, mixed, split_by_class
 
     title = f"{workload.model.name}: cost against throughput"

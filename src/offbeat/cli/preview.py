@@ -19,7 +19,7 @@ NEXT_SENTENCE = re.compile(r"(?<=[.]) (?=[A-Z0-9]|[a-z]+:)")
 
 
 def check(config: Config, resume: Path | None = None) -> None:
-    """Raises `UserError` for files, models or packages that are missing on this machine, and if the name of a new run
+    """Raises `UserError` if this machine lacks a file, model or package that the run needs, or if the name of a new run
     is taken."""
     if resume is None and config.run.name:
         refuse_used(Path(config.run.dir) / config.run.name)

@@ -26,7 +26,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--device", help="instead of the run's model.device, such as cpu")
     parser.add_argument("--model", metavar="FOLDER", help="instead of the run's model.path")
     parser.add_argument("--worst", metavar="N", type=int, default=NUM_WORST, help=f"samples to list ({NUM_WORST})")
-    parser.epilog = "Exit status 1 if something was not finite again, 0 if all was. The run is left as it is."
+    parser.epilog = "Exit status 1 if something was not finite again, 0 if everything was. The run is not changed."
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:

@@ -45,7 +45,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--max-reward", metavar="X", type=float, help="only with a reward of at most X")
     parser.add_argument("--tokens", action="store_true", help="with ID: token ids and log-probs, too")
     parser.add_argument("--json", action="store_true", help="one line of JSON")
-    parser.add_argument("--parquet", metavar="FILE", help="write all of it, with texts, to a Parquet file")
+    parser.add_argument("--parquet", metavar="FILE", help="write all matching trajectories to a Parquet file")
     parser.epilog = "Steps count from 1, as on the console."
 
 
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def _task(word: str | None) -> int | None:
     if word is not None and not word.isdecimal():
-        raise UserError(f"{word!r} is not a task's ID, which is a whole number; offbeat show RUN lists them")
+        raise UserError(f"{word!r} is not a task's ID, which is a whole number; offbeat show RUN lists the IDs")
     return None if word is None else int(word)
 
 
@@ -133,7 +133,7 @@ HEAD = (
     *("prompt", "right answer", "response"),
 )
 MAX_TEXT = 400
-"""Most characters of a text that a line shows, however wide the screen is."""
+"""Largest number of characters of a text in a line, however wide the screen is."""
 
 
 def _figures(row: TrajectoryRow) -> list[str]:
@@ -156,7 +156,7 @@ def _one_line(text: str | None) -> str:
 
 
 def _nothing(ledger: Ledger, which: TrajectoryFilter) -> str:
-    """Says that the list is empty; if there are answers of the other purpose, also which option lists them."""
+    """Says that the list is empty. If the run has evaluation answers instead, also says that --eval lists these."""
     kind = {"train": "training ", "eval": "evaluation ", None: ""}[which.purpose]
     at = "" if which.step is None else f" at step {which.step}"
     said = f"no {kind}answers{at}" + (" with these filters" if any(vars(which)[name] for name in FILTERS[1:]) else "")
@@ -288,7 +288,8 @@ def _response(detail: TaskDetail, decode: Decode) -> Text | str:
 
 
 def _pieces(trajectory: Trajectory, decode: Decode) -> list[str]:
-    """Returns the text of each segment of a trajectory; a character split between two belongs to the second one."""
+    """Returns the text of each segment of a trajectory. A character split between two segments belongs to the second
+    one."""
     pieces, before = [], ""
     for segment in trajectory.segments:
         until = decode(trajectory.tokens[: segment.end])

@@ -37,9 +37,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--from-scratch",
         action="store_true",
-        help="with --resume: where the checkpoints are lost, undo all steps of the run and begin again",
+        help="with --resume: if the checkpoints are lost, undo all steps of the run and begin again",
     )
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print what it adds up to, and stop")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print a summary of the run, and stop")
     parser.add_argument(
         "--keys", nargs="?", const="common", choices=("common", "all"), help="list the common keys, or all, and stop"
     )
@@ -100,7 +100,7 @@ def _supervise(
 
 
 def _dry_run(config: Config, resume: Path | None) -> int:
-    """Checks everything that needs no GPU, then prints what the run adds up to and what was checked."""
+    """Checks everything that needs no GPU, then prints a summary of the run and what was checked."""
     import asyncio
 
     from offbeat.cli import main
@@ -138,8 +138,8 @@ def status_of(summary: Mapping[str, Any], *, is_quiet: bool = False) -> int:
 
 def resolve(file: str | None, overrides: list[str], resume: str | None) -> tuple[Config, Path | None]:
     """Returns the configuration, and the folder of the run to resume (None for a new run). A resumed run uses its
-    stored configuration unless `file` is given. `resume` is a run's name or path; "" means the configured or else the
-    newest run, None a new run."""
+    stored configuration, or `file` if that is given. `resume` is a run's name or path; "" stands for the configured run
+    or else the newest, None for a new run."""
     if resume is None:
         return load(file, overrides), None
     if file is None and resume.endswith(".toml"):  # train --resume CONFIG.toml

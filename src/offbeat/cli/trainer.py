@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 
 def add_join_arguments(parser: Parser, what: str) -> None:
     parser.add_argument("--join", metavar="URL", required=True, help="where the run's coordinator listens")
-    parser.add_argument("--name", help=f"of this {what}; without it, that of its folder or of the machine")
-    parser.add_argument("--dir", metavar="FOLDER", help=f"what this {what} keeps; without it, below ~/.cache/offbeat")
+    parser.add_argument("--name", help=f"this {what}'s name; without it, that of its folder or of the machine")
+    parser.add_argument("--dir", metavar="FOLDER", help=f"this {what}'s folder; without it, below ~/.cache/offbeat")
     parser.add_argument("--token-file", metavar="FILE", type=Path, help="a join token, if not in OFFBEAT_TOKEN")
-    parser.add_argument("--ca-file", metavar="FILE", type=Path, help="a certificate to trust besides the system's")
+    parser.add_argument("--ca-file", metavar="FILE", type=Path, help="certificate to trust besides the system's")
     parser.add_argument(
         "--patience", metavar="SECONDS", type=float, help="how long to look for a coordinator; without it, for ever"
     )
     parser.add_argument(
-        "--allow-plain", action="store_true", help="let secrets cross a network without TLS, as within a private one"
+        "--allow-plain", action="store_true", help="send secrets without TLS, as within a private network"
     )
     parser.add_argument(
-        "--trust-coordinator", action="store_true", help="let it choose programs, code and folders for this machine"
+        "--trust-coordinator", action="store_true", help="let it choose programs, code and folders of this machine"
     )
     parser.add_argument(
         "--secrets-file", metavar="FILE", type=Path, help="URLs with passwords, by key, such as a run's secrets.json"
     )
     parser.epilog = (
-        "Keys that are this machine's own affair can be given as --section.key value, such as --model.device cuda:1, "
+        "Keys that concern only this machine can be given as --section.key value, such as --model.device cuda:1, "
         "--model.path /models/here or --run.threads 8."
     )
 

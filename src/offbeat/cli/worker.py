@@ -20,19 +20,19 @@ def add_arguments(parser: Parser) -> None:
         "--role", choices=ROLES, default="rollout", help="rollout: generate (the default); reward: judge answers"
     )
     parser.add_argument(
-        "--site", default="", help="workers of one site fetch weights from each other, so that a slow link is used once"
+        "--site", default="", help="name of the site, within which workers fetch weights from each other"
     )
     parser.add_argument(
-        "--peer-address", metavar="HOST:PORT", help="where this worker hands weights on to others of its --site"
+        "--peer-address", metavar="HOST:PORT", help="where other workers of the --site fetch weights from this one"
     )
     parser.add_argument(
-        "--fetch-weights", action="store_true", help="also where the coordinator's disk could be read from here"
+        "--fetch-weights", action="store_true", help="fetch weights even if the coordinator's disk is readable here"
     )
     parser.add_argument(
         "--engine-url", metavar="URL", help="a vLLM or SGLang server for this worker alone, the same as --engine.url"
     )
     parser.add_argument(
-        "--engine-log", metavar="FILE", type=Path, help="what a server that it starts prints; else engine.log in --dir"
+        "--engine-log", metavar="FILE", type=Path, help="output of the server that it starts; else engine.log in --dir"
     )
     parser.epilog = f"{parser.epilog}\n\nSee also: offbeat worker token --help."
 

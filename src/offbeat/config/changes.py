@@ -21,7 +21,8 @@ FIXED_IF_EXACT: tuple[Path, ...] = (
     ("model", "device"),
     ("model", "gradient_checkpointing"),
 )
-"""Keys that may change at a resume, except in an exact run: they change how sums are split, and so their last bits."""
+"""Keys that may change at a resume, but not in an exact run: they decide how sums are split, and so the sums' last
+bits."""
 
 
 class Change(NamedTuple):

@@ -79,7 +79,7 @@ class ValueOrigin:
         return None
 
     def typed_at(self, place: Path) -> Path | None:
-        """Returns the place of a command-line key at, inside or around `place`; None if there is no such key."""
+        """Returns the place of a command-line key that is at, inside or around `place`; None if there is none."""
         shared = (p for p in self.typed if p[: len(place)] == place or place[: len(p)] == p)
         return next(shared, None)
 

@@ -16,7 +16,7 @@ from offbeat.config.schema import AnyTask, Config, Section, TaskConfig
 from offbeat.spelling import nearest
 
 Path = tuple[str | int, ...]
-"""Place of a key in a configuration, such as ("task", 0, "level")."""
+"""Place of a key in a configuration."""
 
 TOKEN = re.compile(
     r'"""(?:\\.|[^\\])*?"{3,5}'

@@ -1,7 +1,7 @@
 """Reads a TOML file and the command line into a checked `Config`.
 
-Overrides win over the file, and later overrides over earlier ones. TOML has no null: for a key that may be absent, the
-text "none" means absent. Every mistake raises a `UserError` that names file, line and key.
+Overrides win over the file, and later overrides over earlier ones. TOML has no null, so the text "none" stands for it
+at keys that may be absent. Every mistake raises a `UserError` that names file, line and key.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def from_dict(data: Mapping[str, Any], overrides: Mapping[str, Any] | None = Non
 
 
 def load_as(path: pathlib.Path | str, root: type[AnySection]) -> tuple[AnySection, ValueOrigin]:
-    """Loads a TOML file by the same rules into another model, `root`; also returns where its values came from."""
+    """Loads a TOML file by the same rules into the pydantic model `root`; also returns where the values came from."""
     origin = ValueOrigin(root=root)
     data = _read(pathlib.Path(path), origin)
     try:

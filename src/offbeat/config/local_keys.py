@@ -1,8 +1,8 @@
 """Machine-local keys: the programs that a machine starts, the code that it loads, its folders and addresses.
 
-A role that joins a run receives the configuration from the coordinator, which could start programs on this machine by
-choosing such keys. So they are not used, unless the machine's owner trusts the coordinator (`--trust-coordinator`). A
-machine-local key that the role needs must be given on its own command line; others get their defaults.
+A role that joins a run receives the configuration from the coordinator. By choosing such keys, the coordinator could
+start programs on this machine. So its values of these keys are used only with `--trust-coordinator`. Otherwise, a
+machine-local key that the role needs must be given on the role's own command line, and others get their defaults.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ only the names of rewards."""
 def with_local_keys(
     received: Mapping[str, Any], typed: Collection[str], role: str, load: Callable[[Mapping[str, Any]], Config]
 ) -> Config:
-    """Returns the configuration that a coordinator sent, but with the machine-local keys from this machine's command
-    line, or else at their defaults. A value that refers to nothing on this machine is kept.
+    """Returns the configuration that a coordinator sent, with its machine-local keys replaced: by the values on this
+    machine's command line, or else by defaults. A value that refers to nothing on this machine is kept.
 
     `typed` are the keys on the command line, which `load` applies. Raises `UserError` if the role needs a local key
     that the coordinator has set and `typed` lacks.

@@ -40,14 +40,14 @@ REMOVED: dict[tuple[str, str], Removed] = {
 
 
 def removed_at(place: Path) -> Removed | None:
-    """Returns the record of the removed key at `place`, such as ("optimizer", "eps"); None if it is no removed key."""
+    """Returns the record of the removed key at `place`, such as ("optimizer", "eps"); None if there was no such key."""
     names = [name for name in place if isinstance(name, str)]
     return REMOVED.get((names[0], names[1])) if len(names) == 2 else None
 
 
 def migrated(stored: Mapping[str, Any], file: str | None = None) -> dict[str, Any]:
-    """Returns a stored configuration without removed keys. `file` is the configuration's file name, for warnings about
-    dropped values that were not the default; None: no warnings."""
+    """Returns a stored configuration without removed keys. If `file`, the configuration's file name, is given, logs a
+    warning for each dropped value that was not the default."""
     data = copy.deepcopy(dict(stored))
     _penalty_to_weight(data.get("reward"))
     for (section, key), removed in REMOVED.items():

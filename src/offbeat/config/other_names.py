@@ -1,4 +1,4 @@
-"""Names of settings in TRL and verl, with the keys that do the same here; for answers to unknown keys, and for docs.
+"""Names of settings in TRL and verl, with the keys that do the same here; used by errors about unknown keys, and docs.
 
 A value is a key of the configuration, perhaps with a remark in brackets. A value without a key, which begins with "no
 key", says why there is none.
@@ -124,9 +124,9 @@ LIBRARIES = {"TRL": TRL, "verl": VERL}
 
 
 def known_elsewhere(place: Sequence[str | int], value: object = None, before: str = "") -> str | None:
-    """Returns the sentence about a key of TRL or verl, such as "TRL's beta is loss.kl_coef here"; None if neither has
-    it. `value` is the key's value, in which the first known key is looked for if it is a table. `before` is put in
-    front of our key, such as the dashes of a command line."""
+    """Returns a sentence about a key of TRL or verl, such as "TRL's beta is loss.kl_coef here"; None if neither has the
+    key. If `value`, the key's value, is a table, the sentence is about the first known key in it. `before` is put in
+    front of Offbeat's key, such as the dashes of a command line."""
     if isinstance(value, Mapping):
         inner = (known_elsewhere((*place, name), entry, before) for name, entry in value.items())
         return next((text for text in inner if text), None)

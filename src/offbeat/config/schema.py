@@ -39,8 +39,8 @@ ADVANTAGES = ("group", "mean", "leave_one_out", "siblings", "batch", "gae")
 BEYOND_SIBLINGS = ("batch", "gae")
 """Advantages that do not compare answers to one prompt."""
 RELEASED = {"group": "siblings", "mean": "leave_one_out"}
-"""Replacement for a preset's advantage where answers are trained without some of their siblings. A baseline that leaves
-the answer itself out means the same with one known sibling as with all."""
+"""Replacement for a preset's advantage if answers are trained before all their siblings are known. It leaves the answer
+itself out of the baseline, so its scale does not depend on the number of known siblings."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ IMPORTANCE = {
     "sequence_tis": (0.0, 2.0),
     "sequence_mask": (0.5, 2.0),
 }
-"""Smallest and largest weight of a token or sequence of older weights, by correction."""
+"""Default bounds of the importance weight of a token or sequence, by correction."""
 HAVE_LEAST = ("icepop", "sequence_mask")
 HAVE_MOST = ("tis", "icepop", "sequence_tis", "sequence_mask")
 """Corrections that `loss.min_importance` and `loss.max_importance` apply to."""
@@ -106,8 +106,8 @@ class LossConfig(Section):
     """grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce, reinforce++ or ppo. Your own loss is `module:function` or
     `file.py:function`; see docs/algorithms.md."""
     advantage: str | None = None
-    """group, mean, leave_one_out, siblings, batch, gae, or your own function. Without it, the advantage of `name`, as
-    far as batch.gate allows it. Your own function is `module:function` or `file.py:function`."""
+    """group, mean, leave_one_out, siblings, batch, gae, or your own function. Without it, the advantage of `name`, or
+    the nearest one that batch.gate allows. Your own function is `module:function` or `file.py:function`."""
     aggregate: Aggregate | None = None
     """Aggregation of token losses: by token, by sequence, or by a constant. Without it, that of `name`."""
     aggregate_tokens: int | None = Field(None, ge=1)
@@ -140,9 +140,9 @@ class LossConfig(Section):
     max_logprob_gap: float = free(0.05, gt=0)
     """Mean gap of engine and trainer log-probs that raises an alarm. Only fresh tokens are compared."""
     audit_share: float = free(0.3, ge=0, le=1)
-    """Share of tokens of older weights whose log-probs are audited. They are recomputed with their own version, where
-    workers are separate processes; fresh tokens are always compared. With 0 a worker can evade the audit by naming
-    older weights."""
+    """Share of tokens of older weights whose log-probs are audited. Where workers are separate processes, the trainer
+    recomputes them with the weights that sampled the tokens. Fresh tokens are always compared. With 0, a worker can
+    evade the audit by claiming to have used older weights."""
 
     @property
     def is_own(self) -> bool:
@@ -171,7 +171,7 @@ class ResolvedLoss:
 
 
 def resolve_loss(config: Config) -> ResolvedLoss:
-    """The loss keys that were given, and the preset's values for the others."""
+    """Returns the loss keys that were given, and the preset's values for the others."""
     loss, preset = config.loss, config.loss.preset
     correction = loss.correction or _correction(config)
     low, high = IMPORTANCE[correction]
@@ -191,7 +191,7 @@ def resolve_loss(config: Config) -> ResolvedLoss:
 
 
 def _advantage(config: Config) -> str:
-    """The preset's advantage, or its replacement where the gate rules it out."""
+    """Returns the preset's advantage, or its replacement if `batch.gate` rules it out."""
     preset, gate = config.loss.preset.advantage, config.batch.gate
     if gate == "batch" and preset not in BEYOND_SIBLINGS:
         return "batch"
@@ -199,7 +199,7 @@ def _advantage(config: Config) -> str:
 
 
 def _correction(config: Config) -> Correction:
-    """A correction wherever data can be off-policy: older weights, or the arithmetic of another engine."""
+    """Returns the default correction: "off" if all data comes from the current weights and the embedded engine."""
     if config.schedule.bound == 0 and config.rollout.engine == "embedded":
         return "off"
     return "sequence_tis" if config.loss.preset.policy == "sequence_clip" else "tis"
@@ -252,8 +252,8 @@ def schedule_holds_together(config: Config) -> None:
         )
     if config.run.exact and bound > 0:
         raise ValueError(
-            f"schedule.max_staleness = {bound}: allowed only 0 with run.exact = true, or else the order of training "
-            "would depend on which worker was faster"
+            f"schedule.max_staleness = {bound}: allowed only 0 with run.exact = true, because otherwise the order of "
+            "training would depend on which worker was faster"
         )
     if isinstance(factor, float) and factor > bound + 1:
         why = "because surplus groups would be too old to train"
@@ -295,7 +295,7 @@ def engine_can_do_it(config: Config) -> None:
 
 
 def stale_kv_is_usable(config: Config) -> None:
-    """Stale keys and values need an engine that keeps them, and answers that may span versions."""
+    """Raises if the engine drops keys and values at a load, or if no answer may span versions."""
     engine, refused = config.rollout.engine, 'rollout.kv = "stale": allowed "same", "refill"'
     if engine == "paced":
         raise ValueError(f'{refused} with rollout.engine = "paced", which drops its KV cache when weights are loaded')
@@ -351,8 +351,8 @@ def gate_has_a_baseline(config: Config) -> None:
     if batch.gate == "strict":
         if chosen.drop_no_signal and chosen.advantage in BEYOND_SIBLINGS:
             raise ValueError(
-                f'batch.drop_no_signal = true: loss.advantage = "{chosen.advantage}" learns from groups whose rewards '
-                "are all equal too"
+                f'batch.drop_no_signal = true: allowed false with loss.advantage = "{chosen.advantage}", which also '
+                "learns from groups whose rewards are all equal"
             )
         return
     gate = f'batch.gate = "{batch.gate}"'
@@ -533,8 +533,8 @@ class RewardConfig(Section):
     weights: dict[str, float] = Field({})
     """Weight of each named part of a reward. Parts without a weight count 1."""
     overlong_tokens: int = Field(0, ge=0)
-    """Tokens before rollout.max_new_tokens at which reward begins to be lost. The loss grows with every token, up to 1
-    or reward.weights.overlong; 0: none is lost."""
+    """Answers within this many tokens of rollout.max_new_tokens lose reward. The penalty grows linearly to 1 (times
+    reward.weights.overlong) at rollout.max_new_tokens. 0: no penalty."""
 
 
 class BatchConfig(Section):
@@ -544,13 +544,14 @@ class BatchConfig(Section):
     """Answers per prompt, which are compared with each other."""
     gate: Literal["strict", "release", "batch"] = "strict"
     """Condition for training on an answer. strict: its whole group is scored. release: the answer itself is scored; its
-    baseline is the siblings known by then. batch: the same, with the batch as baseline."""
+    baseline comes from the siblings scored by then. batch: the same, but the baseline comes from the batch."""
     min_group: int = Field(MIN_GROUP, ge=MIN_GROUP)
     """Fewest scored answers with which a group is trained (gate = "strict")."""
     drop_no_signal: bool | None = None
     """Replace groups whose rewards are all equal (dynamic sampling). Without it, only for dapo."""
     max_redraws: float = Field(4.0, ge=0)
-    """Most groups replaced per step by drop_no_signal, over groups_per_step. Further ones are trained anyway."""
+    """Limit on the groups replaced per step by drop_no_signal. It is a multiple of groups_per_step. Further groups are
+    trained anyway."""
     updates_per_step: int = Field(1, ge=1)
     """Optimizer updates per step; the step's groups are divided among them."""
     tokens_per_microbatch: Annotated[int, Field(ge=1)] | Literal["auto"] = free("auto")
@@ -586,12 +587,12 @@ class ScheduleConfig(Section):
     max_staleness: int | None = Field(None, ge=0, le=64)
     """Steps that a token may be older than the weights it trains. Without it, 0 for alternate and 4 for overlap."""
     over_provision: Annotated[float, Field(ge=1)] | Literal["auto"] | None = free(None)
-    """Groups in flight over groups per step, up to max_staleness + 1. auto: chosen from measurements. Without it, auto
-    where max_staleness is 1 or more, otherwise 1."""
+    """Groups in flight, as a multiple of groups per step. At most max_staleness + 1. auto: chosen from measurements.
+    Without it, auto where max_staleness is 1 or more, otherwise 1."""
     new_version: Literal["interrupt", "finish"] = free("interrupt")
     """Effect of new weights on running answers (overlap). interrupt: answers continue with the new weights at once.
-    finish: answers end with the old weights, and the worker starts nothing new until it has the new ones, which slow
-    answers delay."""
+    finish: answers end with the old weights, and the worker starts no others until it has the new ones. Slow answers
+    delay this."""
 
     @property
     def bound(self) -> int:
@@ -619,14 +620,15 @@ class ServeConfig(Section):
     port: int = free(0, ge=0, le=65535)
     """Port of the coordinator. 0: any free one, and the same again when the run is resumed."""
     certificate: str | None = free(None)
-    """PEM file with the coordinator's TLS certificate. plain: none, within a private network; workers then need
+    """PEM file with the coordinator's TLS certificate. plain: no TLS, within a private network. Workers then need
     --allow-plain."""
     key: str | None = free(None)
     """PEM file with the certificate's private key."""
     behind_proxy: bool = free(False)
     """Whether a proxy in front of the coordinator terminates TLS."""
     peer_networks: list[str] = free([])
-    """Networks in which workers may announce their own address to peers. For workers behind NAT, such as 10.0.0.0/8."""
+    """Networks in which workers may announce their own address to peers. Needed for workers behind NAT, in a network
+    such as 10.0.0.0/8."""
 
 
 class RolloutConfig(Section):
@@ -636,8 +638,8 @@ class RolloutConfig(Section):
     """Inference engine: embedded, vllm or sglang. embedded: the model itself, in the worker. vllm, sglang: a server
     beside each worker, see [engine]."""
     kv: Literal["same", "refill", "stale"] = "same"
-    """KV cache when weights change. same: recomputed with the sampling version. refill: also recomputed for every
-    request. stale: kept across a load (max_staleness of 1 or more)."""
+    """KV cache when weights change. same: recomputed with the new weights. refill: the same, and every request computes
+    its own. stale: kept across a load (max_staleness of 1 or more)."""
     kv_lag: int = Field(1, ge=1)
     """Versions that a kept KV cache may lag behind (kv = "stale")."""
     slots: int = free(256, ge=1)
@@ -682,7 +684,7 @@ class PacedConfig(Section):
     """Speed of the paced engine, for tests."""
 
     base_s: float = free(0.01, ge=0)
-    """Seconds that a step takes with no row in it."""
+    """Seconds that a step takes besides those for its rows."""
     per_row_s: float = free(0.0002, gt=0)
     """Seconds that each row adds."""
     prefill_s: float = free(0.0, ge=0)
@@ -719,7 +721,7 @@ class CheckpointConfig(Section):
 
 class LedgerConfig(Section):
     keep_bodies: int | None = free(None, ge=0)
-    """Steps before the last checkpoint whose answers are kept. Without it, all steps."""
+    """Number of steps before the last checkpoint whose answers are kept. Without it, those of all steps."""
     backup: str | None = free(None)
     """Folder or URL that gets a copy of the ledger with every checkpoint. A URL looks like s3://bucket/run."""
 
@@ -728,8 +730,8 @@ class WeightsConfig(Section):
     deltas: Literal["auto", "always", "never"] = free("auto")
     """Publish sparse, signed weight deltas. auto: where workers elsewhere can join; always: for all workers."""
     store: str | None = free(None)
-    """Folder or URL for weights that all roles reach, such as s3://bucket/run. Without it, the coordinator serves
-    them."""
+    """Folder or URL for weights that all roles reach, such as s3://bucket/run. Without it, the coordinator serves the
+    weights."""
 
 
 class LogConfig(Section):

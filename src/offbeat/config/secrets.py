@@ -1,8 +1,8 @@
 """Passwords and tokens in URLs: kept in a separate file and never shown.
 
 A URL such as s3://KEY:SECRET@bucket/run may stand anywhere in a configuration. It is written, printed and sent to other
-roles without its login and its query. The whole value is in `secrets.json`, beside the run's config.json and readable
-only by its owner. Loading config.json puts the whole value back.
+roles without its login and its query. The complete URL is in `secrets.json`, beside the run's config.json and readable
+only by its owner. Loading config.json puts the complete URL back.
 """
 
 from __future__ import annotations
@@ -66,5 +66,5 @@ def load(file: Path) -> dict[str, Any]:
     if is_open:
         raise UserError(f"{file} holds secrets and is open to other users; run chmod 600 {file}")
     if not isinstance(found, dict):
-        raise UserError(f'{file} holds no secrets; write them like {{"weights.store": "s3://KEY:SECRET@bucket/run"}}')
+        raise UserError(f'{file} is no table of URLs by key; write {{"weights.store": "s3://KEY:SECRET@bucket/run"}}')
     return found

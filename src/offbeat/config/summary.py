@@ -21,8 +21,8 @@ TRAJECTORY_BYTES = 500
 
 
 def summarise(config: Config, num_parameters: int | None = None) -> list[str]:
-    """Returns lines of text about a step, the whole run, its evaluations, its checkpoints and the disk space that it
-    needs. `num_parameters` None: the model's size is unknown."""
+    """Returns lines of text about a step, the run, its evaluations, checkpoints and disk space. `num_parameters` None:
+    the model's size is unknown."""
     batch, steps = config.batch, config.run.steps
     groups = batch.groups_per_step
     samples = groups * batch.group_size

@@ -1,9 +1,9 @@
-"""Built-in arithmetic: sums of several numbers and, as the long tail, worked multiplications.
+"""Built-in arithmetic: sums of several numbers and, as a tail of long answers, worked multiplications.
 
 The answer to a sum such as `47+38+6=` is its running totals, `85 91`. The answer to a multiplication such as `7*4=` is
-its table, `1:7 2:14 3:21 4:28`; its length grows with the multiplier, which is drawn from a log-normal distribution.
-`tail` is the share of multiplications. The reward looks only at the last number. A tenth of all problems, chosen by a
-hash of their text, is held out: neither pre-training nor RL ever sees them.
+its table, `1:7 2:14 3:21 4:28`; the multiplier is drawn from a log-normal distribution. `tail` is the share of
+multiplications. The reward looks only at the last number. A tenth of all problems, chosen by a hash of their text, is
+held out: neither pre-training nor RL ever sees them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def worked_answer(prompt: str) -> str:
 
 
 def last_number(text: str) -> str | None:
-    """Returns the number at the end of an answer, which its reward checks; None if it ends otherwise."""
+    """Returns the number at the end of an answer, which the reward checks; None if the answer ends otherwise."""
     match = LAST_NUMBER.search(text)
     return match.group(1) if match else None
 

@@ -1,11 +1,11 @@
 """Problems from rows: a JSONL or Parquet file, or a Hugging Face dataset, with a mapping of columns.
 
 - Every row is checked when the source is opened; an error is one line that names the row.
-- A row is held out if the hash of its prompt, as a fraction, is below the share `held_out`. So equal prompts stay
-  together, and adding rows later does not move any other row.
+- A row is held out if the hash of its prompt, as a fraction, is below the share `held_out`. So rows with equal prompts
+  stay together, and adding rows later does not move any other row.
 - Epochs follow one another, each in its own order, which depends only on seed and epoch.
-- The reward gets the row's other columns as `info`. The column of the answer is among them, unless it is named `answer`
-  and holds text.
+- The reward gets the row's other columns as `info`, and the answer's column too, except if that is named `answer` and
+  holds text.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Rows(Protocol):
-    """Rows of a file or dataset, by index. `scan` must be called first and reads and checks all rows; then `row`
-    fetches any of them, and `scan` may be called again. Rows are not kept as Python objects, so a few million are fine.
-    A row that cannot be read raises `UserError`."""
+    """Rows of a file or dataset, by index. Before the first call of `row`, `scan` must have read all rows; `scan` may
+    be called again later. Rows are not kept as Python objects, so a few million are fine. A row that cannot be read
+    raises `UserError`."""
 
     @property
     def path(self) -> Path | str:
@@ -173,9 +173,9 @@ DEFAULT_ANSWER = "answer"
 
 
 class FileSource:
-    """Source of problems from `rows`. `prompt` (for text), `messages` (for chats) and `answer` are names of columns;
-    `messages`, if given, is used instead of `prompt`, and `answer` None means that problems have no answer. `held_out`
-    is the share of rows to hold out."""
+    """Source of problems from `rows`. `prompt` (for text), `messages` (for chats) and `answer` are names of columns. If
+    `messages` is given, it is used instead of `prompt`. If `answer` is None, problems have no answer. `held_out` is the
+    share of rows to hold out."""
 
     default_reward: str | None = None
 
@@ -219,7 +219,7 @@ class FileSource:
         return len(self._train) + self._num_held_out
 
     def every_prompt(self) -> Iterator[Problem]:
-        """Yields all rows in order, held-out ones too, each as a problem with nothing but its prompt and its place."""
+        """Yields all rows in order, including held-out ones, as problems that have only a prompt and a place."""
         for index, row in enumerate(self.rows.scan(self._needed)):
             yield Problem(self._prompt_of(row, index), place=self.rows.where(index))
 
@@ -231,7 +231,7 @@ class FileSource:
         row = self.rows.row(index)
         prompt = self._prompt_of(row, index)
         answer = row.get(self._answer) if self._answer else None
-        # As text, an answer has lost its type and its column's name, by which rewards with TRL's signature take it.
+        # Rewards with TRL's signature need the answer under its column's name and in its own type, so as `info`.
         is_told = self._answer == DEFAULT_ANSWER and (answer is None or isinstance(answer, str))
         left_out = (self._column, self._answer) if is_told else (self._column,)
         info = {key: plain(value) for key, value in row.items() if key not in left_out}

@@ -1,8 +1,9 @@
-"""Problems from a user's function, called by keyword with whichever of `ordinal`, `seed`, `held_out` it takes.
+"""Problems from a user's function with any of the parameters `ordinal`, `seed` and `held_out`.
 
-The function returns a problem as a dict: `prompt` (text or chat messages) and, optionally, `answer` and `info`. Like
-every source it must be a pure function of its arguments. For held-out problems, ordinals also count from 0, and the
-function may return None if it has no more. A function without the parameter `held_out` has no held-out problems.
+The function is called by keyword. It returns a problem as a dict: `prompt` (text or chat messages) and, optionally,
+`answer` and `info`. Like every source it must be a pure function of its arguments. For held-out problems, ordinals also
+count from 0, and the function may return None if it has no more. A function without the parameter `held_out` has no
+held-out problems.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ KEYS = ("prompt", "answer", "info")
 class FunctionSource:
     """Source of problems from `function`: a callable, `module:function` or `file.py:function`.
 
-    `seed` is passed to the function. `chat` says whether text prompts go through the model's chat template; None: if
-    the model has one.
+    `seed` is passed to the function. `chat` says whether text prompts go through the model's chat template; None: they
+    do if the model has one.
     """
 
     default_reward: str | None = None
@@ -37,7 +38,9 @@ class FunctionSource:
     def problem(self, ordinal: int) -> Problem:
         problem = self._ask(ordinal, held_out=False)
         if problem is None:
-            raise UserError(f"task {self._label}: it returned None for problem {ordinal}; each ordinal needs one")
+            raise UserError(
+                f"task {self._label}: the function returned None for problem {ordinal}; return one for each ordinal"
+            )
         return problem
 
     def held_out(self, count: int) -> list[Problem]:

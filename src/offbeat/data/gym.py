@@ -1,11 +1,10 @@
-"""Problems of reasoning-gym, by the data set's name.
+"""Problems of the data sets of reasoning-gym.
 
-A problem depends only on seed and ordinal. Data sets are made in chunks of `CHUNK` problems with consecutive seeds,
-because some build all their problems at once. Held-out problems come from separate seeds, the same for every run. They
-are also marked by a hash of the question, so that a held-out question is never trained on, whichever seed produces it.
+A problem depends only on seed and ordinal. Problems are made in chunks of `CHUNK` with consecutive seeds, because some
+data sets build all their problems at once. Held-out problems come from separate seeds, the same for every run. A hash
+of the text also decides which questions may be held out. Training skips these, whichever seed produces them.
 
-A few data sets iterate over Python sets, so their questions also depend on PYTHONHASHSEED. A run stores the problems
-that it has drawn, but a second run gets the same questions only with the same PYTHONHASHSEED.
+A few data sets iterate over Python sets, so a second run gets the same questions only with the same PYTHONHASHSEED.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from offbeat.spelling import suggest
 CHUNK = 500
 """Problems per chunk: reasoning-gym's default size, with which every data set is tested."""
 HELD_OUT_IN = 4
-"""One question in this many is held out. Questions are generated on demand, so a large share costs training nothing;
-and a held-out question is found after a few tries, which matters if generating one is slow."""
+"""One question in this many is held out. The share is large, so that a held-out question is found after a few tries.
+Training loses nothing, because questions are generated on demand."""
 NUM_HELD_OUT_SEEDS = 2**24
 NUM_TRAIN_SEEDS = 2**32 - NUM_HELD_OUT_SEEDS
 STRIDE = 2**26
-"""Distance in seeds to the next attempt if a question turns out to be held out; more than any run draws."""
+"""Number added to the seed for the next attempt if a question turns out to be held out; more than any run draws."""
 MAX_TRIES = 60
-"""Attempts to find a question to train on; only a data set whose questions are almost all held out needs more."""
+"""Attempts to find a question to train on; only a data set with very few different questions needs more."""
 
 
 class Gym:

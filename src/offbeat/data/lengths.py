@@ -1,8 +1,8 @@
 """Lengths of prompts, measured before a run starts: all rows of files and datasets, a sample of other sources.
 
-The first `MEASURED` rows are tokenised in any case; of the others only those whose number of characters does not prove
-that they fit, so that a file of a million short rows takes seconds. A prompt that is too long and is not found here, as
-from a source that makes prompts to order, is left out when it is drawn.
+The first `MEASURED` rows are always tokenised. A later row is tokenised only if it has so many characters that it might
+be too long, so a file of a million short rows takes seconds. Other sources make prompts on demand. If one of these is
+too long and not in the sample, it is left out when it is drawn.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from offbeat.errors import UserError
 MEASURED = 20_000
 """Rows that are always tokenised, so that the longest prompt of a usual file is known."""
 PIECE = 1000
-"""Prompts that are tokenised together, on all cores."""
+"""Number of prompts that are tokenised together, on all cores."""
 SAMPLE, SAMPLE_S = 64, 3.0
-"""Most problems, and most seconds spent on making them, in the sample of a source that makes problems to order."""
+"""Limits for the sample of a source that makes problems on demand: number of problems, and seconds to make them."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class PromptLengths:
     first_tokens: int = 0
 
     def line(self, policy: str) -> str:
-        """Describes the prompts; `policy`, the value of `rollout.long_prompts`, says what happens to those too long."""
+        """Describes the prompts. `policy` is `rollout.long_prompts`, which decides what happens to long prompts."""
         count = f"a sample of {self.num_prompts:,} prompts" if self.is_sample else f"{self.num_prompts:,} rows"
         text = f"{self.source}: {count}, longest {self.longest:,} tokens"
         if self.num_measured < self.num_prompts:
@@ -54,8 +54,8 @@ class PromptLengths:
 
 
 def measure_prompts(mixture: Mixture, renderer: Renderer, held_out: int) -> list[PromptLengths]:
-    """Measures the prompts of every source, among them `held_out` problems of the evaluation. Raises `UserError` for a
-    row that no setting of `rollout.long_prompts` could help, such as one that the chat template refuses."""
+    """Measures the prompts of every source, including `held_out` problems for evaluation. Raises `UserError` for a row
+    that is unusable with any `rollout.long_prompts`, such as one that the chat template refuses."""
     return [_measure(member, _problems(member, mixture, held_out), renderer) for member in mixture.members.values()]
 
 
@@ -70,8 +70,8 @@ def refuse_long(found: list[PromptLengths], policy: Literal["error", "skip", "cu
         count = f"{one.num_long:,} of {one.num_prompts:,} {row} {verb} too long"
         if policy == "error":
             raise UserError(
-                f"{too_long(one.first_long, one.first_tokens, limit)}; {count}; raise it to {one.longest} or more, or "
-                f"set {SKIP_OR_CUT}"
+                f"{too_long(one.first_long, one.first_tokens, limit)}; {count}; raise this limit to {one.longest} or "
+                f"more, or set {SKIP_OR_CUT}"
             )
         if one.num_long == one.num_prompts and not one.is_sample:
             raise UserError(

@@ -1,7 +1,8 @@
 """Several sources, drawn in proportion to their weights.
 
 The next source depends only on how often each source was drawn before. So the ledger's counts are the only cursor, and
-a restarted run continues from them. The source farthest behind its share is next, so none is ever a whole draw ahead.
+a restarted run continues from them. The source farthest behind its share is next, so no source is ever a whole draw
+ahead of its share.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from offbeat.data.prompts import Problem, PromptSource
 from offbeat.errors import OffbeatError, UserError
 
 RewardSpec = str | Callable[..., Any] | Mapping[str, str | Callable[..., Any]]
-"""A reward by name, a function, or several of these by name, whose values are added up."""
+"""A reward's name, a function, or a mapping of names to several of these, whose values are added up."""
 Functions = Mapping[str, Callable[..., Any]]
-"""Functions that a Python program gives as sources of prompts, by the name that is their `task.path`."""
+"""Functions that a Python program gives as sources of prompts; each key is a task's `path`."""
 ROWS = "tasks"
-"""Folder below a run's for the rows that were given from Python."""
+"""Name of the folder, inside the run's folder, for rows that were given from Python."""
 SEED_STEP = 1_000_003
 """Distance between the seeds of a run's sources, so that two sources with equal settings give different problems."""
 
@@ -50,8 +51,8 @@ class WeightedSource:
 
 
 class Mixture:
-    """Sources of problems, drawn in proportion to their weights. `rewards` maps each name that a source has
-    in `WeightedSource.reward` to that reward."""
+    """Sources of problems, drawn in proportion to their weights. `rewards` holds the sources' rewards by name
+    (`WeightedSource.reward`)."""
 
     def __init__(self, members: Sequence[WeightedSource], rewards: Mapping[str, RewardSpec]):
         assert members, "a mixture needs a source"
@@ -62,8 +63,8 @@ class Mixture:
         self._held_out: dict[int, list[tuple[WeightedSource, Problem]]] = {}
 
     def next(self, drawn: Mapping[str, int]) -> tuple[WeightedSource, int]:
-        """Returns the source to draw from next and the ordinal of its problem; `drawn` counts the draws of each source
-        so far."""
+        """Returns the source to draw from next and the ordinal of its next problem. `drawn` holds the number of draws
+        so far by source."""
         if strangers := drawn.keys() - self.members.keys():
             raise OffbeatError(
                 f"task: the run has drawn prompts from {', '.join(sorted(strangers))}, which its configuration no "
@@ -97,7 +98,7 @@ def build_mixture(
     functions: Functions | None = None,
     home: Path | None = None,
 ) -> Mixture:
-    """Builds the mixture of a configuration's `task` list. `reward` scores all sources if given. `functions` are
+    """Builds the mixture of a configuration's `task` list. If `reward` is given, it scores all sources. `functions` are
     sources from Python, by `task.path`. `home` is the run's folder, which keeps the rows given from Python."""
     members: list[WeightedSource] = []
     rewards: dict[str, RewardSpec] = {}
@@ -142,8 +143,8 @@ def _build_source(task: AnyTask, seed: int, functions: Functions, home: Path | N
 
 
 def rows_file(path: str, home: Path | None) -> str:
-    """Returns where a task's file is now. Rows that were given from Python lie in the run's folder `home`, and move
-    with it."""
+    """Returns the current path of a task's file. Rows that were given from Python are in the run's folder `home`, and
+    so move with it."""
     moved = None if home is None else home / ROWS / Path(path).name
     return str(moved) if moved and Path(path).parent.name == ROWS and moved.is_file() else path
 

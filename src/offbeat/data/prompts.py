@@ -3,8 +3,8 @@
 A source is a pure function of its seed and an ordinal, so the ledger's count of draws is the only data cursor: after a
 restart no problem is skipped or repeated.
 
-A text prompt goes through the chat template if its source's `chat` is True, or if `chat` is None and the model has a
-template; chat messages always do. Plain text gets the tokenizer's leading special tokens, but no trailing end token.
+Chat messages always go through the chat template. A text prompt does if its source's `chat` is True, or if `chat` is
+None and the model has a template. Other text gets the tokenizer's leading special tokens, but no trailing end token.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Rendered(Protocol):
 
 
 class BadPrompt(UserError):
-    """One prompt cannot be used, because it is too long or empty, or because the chat template refuses it. Others of
-    its source may be fine. `what` is the message without its remedy."""
+    """One prompt cannot be used, because it is too long or empty, or because the chat template refuses it. Other
+    prompts of its source may be fine. `what` is the message without the remedy."""
 
     def __init__(self, what: str, remedy: str = ""):
         super().__init__(f"{what}; {remedy}" if remedy else what)
@@ -76,8 +76,8 @@ class Renderer:
         return np.asarray(ids, np.int32)
 
     def lengths(self, source: Rendered, problems: Sequence[Problem]) -> list[int]:
-        """Returns the number of tokens of each prompt, uncut; much faster than one by one. Raises `BadPrompt` for an
-        empty one."""
+        """Returns the number of tokens of each prompt before any cut. Tokenises all together, which is much faster.
+        Raises `BadPrompt` for an empty prompt."""
         written = [self._written(source, problem.prompt, problem.place) for problem in problems]
         found = [0] * len(written)
         for is_chat in {is_chat for _, is_chat in written}:
@@ -94,8 +94,8 @@ class Renderer:
         return found
 
     def ascii_room(self, source: Rendered) -> int:
-        """Returns the number of characters up to which a text prompt in ASCII is certainly not too long: with most
-        tokenizers, a token covers at least one character. Returns 0 if nothing is certain."""
+        """Returns the number of characters up to which an ASCII text prompt is certainly not too long, because each
+        token covers at least one character. Returns 0 if that is not certain."""
         if not _covers_ascii(self.tokenizer):
             return 0
         mark = "offbeat"
@@ -112,8 +112,8 @@ class Renderer:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"] if is_chat else self._raw(text)
 
     def _cut(self, source: Rendered, prompt: Prompt, place: str) -> list[int] | None:
-        """Returns the tokens of a prompt that is cut to fit. The text that is cut is that of the prompt or, in a chat,
-        of the last message that has one; it loses as many characters at its beginning as needed. Returns None if the
+        """Returns the tokens of a prompt after removing as many characters as needed to make it fit. They are removed
+        from the beginning of the prompt or, in a chat, of the last message whose content is text. Returns None if the
         prompt is too long even without that text."""
         if isinstance(prompt, str):
             text = prompt
@@ -140,7 +140,8 @@ class Renderer:
             return self._chat(_with_system([{"role": "user", "content": prompt}], source.system), place), True
         if source.system is not None:
             raise UserError(
-                f"task.system of {source.name}: it needs task.chat and a chat template; these prompts are plain text"
+                f"task.system of {source.name}: a system message needs task.chat and a chat template, but these "
+                "prompts are plain text"
             )
         return prompt, False
 
@@ -168,7 +169,7 @@ class Renderer:
         if length == 0:
             raise BadPrompt(empty(place))
         if length > self.max_prompt_tokens:
-            raise BadPrompt(too_long(place, length, self.max_prompt_tokens), f"raise it, or set {SKIP_OR_CUT}")
+            raise BadPrompt(too_long(place, length, self.max_prompt_tokens), f"raise this limit, or set {SKIP_OR_CUT}")
         if self.window_tokens is not None and length + self.max_new_tokens > self.window_tokens:
             raise BadPrompt(
                 f"{place}: its prompt has {length} tokens, which with rollout.max_new_tokens = {self.max_new_tokens} "
@@ -194,8 +195,8 @@ KEEPS_ASCII = {"Sequence", "NFC", "NFD", "NFKC", "NFKD"}
 
 
 def _covers_ascii(tokenizer: Any) -> bool:
-    """Whether each token of an ASCII text is known to cover at least one character of it: nothing rewrites the text or
-    puts spaces in before it is divided."""
+    """Returns whether each token of an ASCII text certainly covers at least one of its characters, because the
+    tokenizer neither rewrites the text nor inserts spaces before it splits the text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return False
@@ -251,8 +252,8 @@ class PromptSource(Protocol):
         ...
 
     def problem(self, ordinal: int) -> Problem:
-        """Returns the training problem at `ordinal`, which may be any number from 0: a finite source starts another
-        epoch."""
+        """Returns the training problem at `ordinal`, which may be any number from 0, because a finite source starts
+        over with another epoch."""
         ...
 
     def held_out(self, count: int) -> list[Problem]:

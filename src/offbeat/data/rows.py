@@ -1,7 +1,7 @@
-"""Records rows that were given from Python in a file of JSON lines, which then is the source of a task.
+"""Records rows that were given from Python in a file of JSON lines, from which a task then reads them.
 
-So a resumed run, or an evaluation of it later, sees the same rows, whatever they came from: a list, a Hugging Face
-dataset, a pandas data frame or a generator. They are read once, in order, and never held in memory together.
+So a resumed run or a later evaluation sees the same rows. They may come from a list, a Hugging Face dataset, a pandas
+data frame or a generator, and are read once, in order, and never held in memory together.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from offbeat.errors import UserError
 from offbeat.spelling import suggest
 
 MAX_ROWS = 5_000_000
-"""Limit that tells an endless iterable from a long one; at some 20 s a million rows, it is found out in two minutes."""
+"""Limit on the number of rows, to detect endless iterables. It takes about two minutes to reach."""
 
 
 def record(rows: Any, file: Path, task: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """Writes `rows` to `file` and returns the settings of a task that reads them: `task`, which may name columns, with
-    source and path. `label` names the rows in errors."""
+    """Writes `rows` to `file` and returns the settings of a task that reads them: those in `task`, such as names of
+    columns, with source and path added. `label` names the rows in errors."""
     if hasattr(rows, "iterrows") and hasattr(rows, "to_dict"):  # a pandas data frame
         rows = rows.to_dict("records")
     if isinstance(rows, Mapping):
@@ -47,7 +47,7 @@ def record(rows: Any, file: Path, task: Mapping[str, Any], label: str) -> dict[s
 
 
 def _messages(row: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the setting for prompts that are chats, if the first row shows that its prompt is one."""
+    """Returns the setting `messages` if the prompt of the first row is a list of chat messages; otherwise nothing."""
     column = settings.get("prompt", "prompt")
     return {"messages": column} if "messages" not in settings and isinstance(row.get(column), list) else {}
 

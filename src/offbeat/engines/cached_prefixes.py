@@ -1,4 +1,4 @@
-"""Index of keys and values that aborted requests left in the KV cache, from which a request resumes without prefill.
+"""Index of keys and values that aborted requests left in the KV cache, so that a request can resume without prefill.
 
 A free slot keeps its content until another request needs the slot, so caching takes no memory from running requests. A
 prefix found for a request consists of the request's own tokens, with the same split into prompt and response, because
@@ -16,9 +16,9 @@ import numpy as np
 from offbeat.engines.protocol import KvMode, Request
 
 FED_COST = 16
-"""Cost of feeding one token in a decode step, relative to one token of a prefill: a decode step reads the whole
-context. Measured on a CPU: 6 to 32, with 64 to 900 tokens of context. Copying a prefix between slots costs at most a
-hundredth of computing it."""
+"""Cost of feeding one token in a decode step, which reads the whole context, relative to one token of a prefill.
+Measured on a CPU: 6 to 32, with 64 to 900 tokens of context. Copying a prefix between slots costs at most a hundredth
+of computing it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +29,7 @@ class CachedPrefix:
     tokens: np.ndarray
     """Tokens whose keys and values are in the slot."""
     num_prompt: int
-    """Number of tokens in the request's prompt."""
+    """Number of tokens in the aborted request's prompt."""
     kv_version: int
     """Number of the oldest version of the weights that computed any of the keys and values."""
     kv_lag: int = 0

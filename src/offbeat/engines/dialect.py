@@ -62,7 +62,7 @@ class Call:
 
 
 class Span(msgspec.Struct, frozen=True):
-    """Tokens `start` up to, not including, `end` of a server's answer, all sampled by the weights labelled `label`."""
+    """Tokens `start` to `end` (exclusive) of a server's answer, all sampled by the weights labelled `label`."""
 
     label: str = msgspec.field(name="version")
     start: int
@@ -88,7 +88,7 @@ class Dialect(Protocol):
     server (`ServerAway` if it did not answer)."""
 
     async def probe(self) -> Facts:
-        """Returns the server's properties; the error for an unsuitable server says how to start it instead."""
+        """Returns the server's properties. For an unsuitable server, raises an error that says how to start it."""
         ...
 
     def generate(self, call: Call) -> AsyncIterator[Chunk]:
@@ -101,8 +101,8 @@ class Dialect(Protocol):
         ...
 
     async def pause(self, *, keeps_kv: bool) -> None:
-        """Stops generation between two steps and returns once the server computes nothing; its calls stay open. Unless
-        `keeps_kv`, the server drops all keys and values and computes them again after `resume`."""
+        """Stops generation between two steps and returns once the server computes nothing; open calls stay open. If
+        `keeps_kv` is False, the server drops all keys and values and computes them again after `resume`."""
         ...
 
     async def stage(self, version: Version) -> None:
@@ -121,7 +121,7 @@ class Dialect(Protocol):
         ...
 
     async def check(self) -> None:
-        """Raises an `EngineError` unless the server is alive and can generate."""
+        """Raises an `EngineError` if the server is dead or cannot generate."""
         ...
 
     async def close(self) -> None: ...

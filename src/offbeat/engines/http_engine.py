@@ -1,6 +1,6 @@
 """`HttpEngine`: the engine protocol over an HTTP server, through the server's `Dialect`.
 
-Answers are streamed, which spreads the cost of reading them over time. Guarantees beyond those of the protocol: weights
+Answers are streamed, which spreads the cost of reading them over time. Besides what the protocol promises, weights
 change only while the server is paused, and the server is always resumed. An engine is dead once its server does not
 answer, sends no token for long, has restarted, fails during a load, or has other weights than the engine loaded last.
 Then every call, including those already waiting, raises `EngineDied` with the server's name. A dead engine stays dead;
@@ -344,7 +344,7 @@ class LoadedVersion:
 
 @dataclass(eq=False)
 class ActiveRequest:
-    """One request to a server and its tokens so far; knows which versions sampled them and computed their KV. No I/O.
+    """One request to a server and its tokens so far, with the versions that sampled them and computed their KV. No I/O.
 
     A request may take several calls: if a load of weights or a broken connection ends a call, a new call continues the
     request.
@@ -357,7 +357,7 @@ class ActiveRequest:
     is_aborted: bool = False
     """Whether the caller aborted the request and gets the tokens so far."""
     is_moving: bool = False
-    """Whether the current call is aborted because of a load; a new call continues the request after it."""
+    """Whether the current call is aborted because of a load; a new call continues the request after the load."""
     num_calls: int = 0
     call: Call | None = None
     _tokens: list[int] = field(default_factory=list)
@@ -401,8 +401,8 @@ class ActiveRequest:
         )
 
     def begin(self, loaded: LoadedVersion, prefix: str) -> Call:
-        """Begins the request's next call and returns it, to be sent while the server has `loaded`. `prefix` begins the
-        call's id and is unique to this engine on the server."""
+        """Begins the request's next call and returns it, to be sent while the server has `loaded`. The call's id begins
+        with `prefix`, which no other engine uses on this server."""
         rest = self.rest
         self.num_calls += 1
         name = f"{prefix}-{rest.id}-{self.num_calls}"
@@ -434,13 +434,13 @@ class ActiveRequest:
         return bool(self._tokens) and request.kv is KvMode.STALE and 0 <= number - self._kv[-1] <= request.kv_lag
 
     def load(self, loaded: LoadedVersion, *, keeps_kv: bool) -> None:
-        """Records that the server loaded `loaded` during the call and, unless `keeps_kv`, dropped the call's KV."""
+        """Records that the server loaded `loaded` during the call, and whether it kept the call's KV (`keeps_kv`)."""
         self._loaded.append(loaded)
         self._kv.append(min(self._kv[-1], loaded.number) if keeps_kv else loaded.number)
 
     def end(self, *, has_spans: bool) -> None:
-        """Ends the call and turns its tokens into segments, each sampled by one version. With `has_spans`, drops the
-        tokens and raises an `EngineError` unless the server's spans say which weights sampled each token."""
+        """Ends the call and turns its tokens into segments, each sampled by one version. With `has_spans`, the server's
+        spans must say which weights sampled each token; otherwise drops the tokens and raises an `EngineError`."""
         tokens, logprobs = np.asarray(self._tokens, np.int32), np.asarray(self._logprobs, np.float32)
         try:
             if len(tokens):
@@ -512,10 +512,10 @@ class MeteredCall:
 class Meter:
     """Estimates the server's work for this worker from the server's answers.
 
-    Each sampled token counts as one row of a decode step; the row read all tokens before it, without padding. Each
-    decoding call gets one token per step, so the number of steps is the number of tokens divided by the mean number of
-    calls that decode at once. Prefilled and resumed tokens are known only if every answer reports `num_cached`. The
-    server counts as busy while it has calls and is not paused.
+    Each sampled token counts as one row of a decode step, which reads all tokens before it and no padding. A decoding
+    call gets one token per step, so the number of steps is the number of tokens divided by the mean number of calls
+    that decode at once. Prefilled and resumed tokens are known only if every answer reports `num_cached`. The server
+    counts as busy while it has calls and is not paused.
     """
 
     def __init__(self, clock: Callable[[], float]):

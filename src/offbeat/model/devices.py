@@ -1,12 +1,12 @@
 """Chooses the device and the dtype by name, and wraps what differs between kinds of devices.
 
-Everything else takes a `torch.device` and a `torch.dtype` from here. `cuda` covers NVIDIA and, in a ROCm build of
-torch, AMD; `mps` is the GPU of an Apple machine. Asking for a device that this machine lacks raises a `UserError` that
-lists the devices it has.
+All other code takes a `torch.device` and a `torch.dtype` from here. `cuda` covers NVIDIA and, in a ROCm build of torch,
+AMD; `mps` is the GPU of an Apple machine. Asking for a device that this machine lacks raises a `UserError` that lists
+the available devices.
 
 On CPUs without bfloat16 instructions, torch multiplies bfloat16 about a hundred times slower than float32. On such CPUs
-products are computed in float32 and rounded once (`spare`), which is also how the instructions round. Weights and
-gradients stay bfloat16.
+products are computed in float32 and rounded once (`spare`), as those instructions do. Weights and gradients stay
+bfloat16.
 """
 
 from __future__ import annotations
@@ -79,8 +79,9 @@ def device_name(device: torch.device) -> str:
 
 
 def be_deterministic(device: torch.device) -> None:
-    """Makes equal work on this device give equal bits, at some cost in speed. Must be called before the device is first
-    used, because cuBLAS chooses its workspace once. A CPU with a fixed number of threads is already deterministic."""
+    """Makes equal computations on this device give equal bits, at some cost in speed. Must be called before the device
+    is first used, because cuBLAS chooses its workspace only once. A CPU with a fixed number of threads is deterministic
+    anyway."""
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it products on several streams may differ
         torch.use_deterministic_algorithms(True)

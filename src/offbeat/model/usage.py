@@ -1,12 +1,13 @@
-"""Decides whether a model's attention can be replaced by Offbeat's: over packed rows (trainer), over KV slots (engine).
+"""Decides whether Offbeat's attention can replace a model's own, over packed rows (trainer) and KV slots (engine).
 
-That is correct only if tokens influence each other through attention alone, and if the model's attention needs no
-option that the replacement lacks. Names and flags do not tell, so the model is probed: one forward pass over two rows
-that end in the same token, in which attention is a function that records its arguments and returns 0. If anything about
-that last token differs between the rows, earlier tokens reached it by another way than attention.
+It can if tokens influence each other through attention alone, and if attention needs no option that the replacement
+lacks. Names and flags do not tell, so the model is probed by a forward pass, in which attention is a function that
+records its arguments and returns 0. The input is two rows that end in the same token. If anything about that token
+differs between the rows, earlier tokens have influenced it otherwise than through attention.
 
-All other models run as in transformers: each sample in a row of its own, padded on the right, where a causal model does
-not see the padding, and without a KV cache. What the probe misses, trainer and engine find at their start (`distance`).
+Other models run with their own attention and without a KV cache, one sample per row. Rows are padded on the right,
+where a causal model does not see the padding. At their start, trainer and engine also compare log-probs with the
+model's own (`distance`), in case the probe missed something.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ UNDERSTOOD = {"scaling", "dropout", "sliding_window", "softcap", "s_aux"}
 FOR_OTHERS = {OPTION, "position_ids", "use_cache", "logits_to_keep", "return_dict"} | {
     f"output_{what}" for what in ("attentions", "hidden_states", "router_logits")
 }
-"""Options that models pass to all their parts and that have no effect on attention."""
+"""Options that models pass to all their modules and that have no effect on attention."""
 WIDE = (torch.float32, torch.float64)
 MIXED, MIXED_HALF = 1e-3, 2e-2
 """Relative difference above which two rows differ by more than rounding: in wide dtypes (`WIDE`), and in others."""
@@ -48,7 +49,7 @@ class Usage:
     obstacle: str | None
     """Why attention cannot be replaced, as a clause to follow the model's name; None: it can be."""
     hands_on: bool
-    """Whether the model hands the options of a call on to its attention."""
+    """Whether the model passes the options of a call on to its attention."""
     picks_logits: bool
     """Whether the model takes `logits_to_keep`, and so can compute logits at chosen positions only."""
 
@@ -64,8 +65,8 @@ class Usage:
 
 
 def window_of(module: nn.Module) -> int | None:
-    """Returns how many of the latest tokens, the current one included, an attention layer attends to; None: all tokens
-    so far. `usage` must have been called on the model."""
+    """Returns an attention layer's window: the number of latest tokens, including the current one, that it attends to;
+    None: all tokens so far. `usage` must have been called on the model."""
     window: int | None = module.__dict__.get("offbeat_window")
     return window
 
@@ -123,9 +124,9 @@ def max_distance(model: PreTrainedModel) -> float:
 
 
 def distance(found: Tensor, own: Tensor) -> float | None:
-    """Returns how far the log-probs of two tensors of logits are apart: `found`, and `own` from the model's own forward
-    pass. It is the root mean square difference, divided by the standard deviation of the log-probs of `own`. None if
-    the log-probs of `own` are not finite."""
+    """Returns how far the logits `found` are from `own`, those of the model's own forward pass: the root mean square
+    difference of their log-probs, divided by the standard deviation of the log-probs of `own`. None if the log-probs
+    of `own` are not finite."""
     one, other = found.float().log_softmax(-1), own.float().log_softmax(-1)
     if not bool(other.isfinite().all()):
         return None
@@ -176,8 +177,8 @@ def probe_tokens(model: PreTrainedModel, count: int) -> list[int]:
 
 
 class _Seen:
-    """State of one probe: has the attention function that the model calls (`attend`, which returns zeros) and records
-    what its arguments revealed."""
+    """State of one probe. Its method `attend` replaces the model's attention, returns zeros, and records what its
+    arguments reveal."""
 
     def __init__(self) -> None:
         self.asked: dict[nn.Module, object] = {}

@@ -1,13 +1,13 @@
 """A reward process, `python -m offbeat.rewards.child`: loads rewards, then judges samples until its pool ends.
 
 - It imports neither torch nor anything that does, so it starts in a fraction of a second.
-- Output of a reward goes to the log, never into the protocol. Standard streams that a reward closes or replaces are
-  restored after the sample. If it changes the protocol's own descriptors, the process ends at once, so that no other
-  sample is blamed.
-- Samples of a plain function run one after another, those of an async function concurrently, each with a deadline.
+- The output of a reward goes to the log, never into the pipe to the pool. Standard streams that a reward closes or
+  replaces are restored after the sample. If a reward changes the descriptors of the pipes or the log, the process ends
+  at once, so that no other sample is blamed.
+- A plain function judges samples one after another, an async function concurrently. Each sample has a deadline.
 - A function with TRL's signature is called once for many samples, with lists (`ListReward`).
 - A reward that raises, or does not return a finite number, gives an error, never a value; the traceback is in the log.
-- The process ends with its pool: when the pipe closes and, on Linux, by a signal even in the middle of a sample.
+- The process ends when its pool closes the pipe or ends. On Linux, a signal ends it even in the middle of a sample.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from offbeat.rewards import wire
 from offbeat.rewards.verifiers import load_reward
 
 SEND_EVERY_S = 0.005
-"""Answers are collected for this long before they are sent. If the process is killed, answers not yet sent are computed
-again, so at most this much work is lost."""
+"""Answers are collected for this long before they are sent. If the process is killed, at most this much work is lost
+and repeated."""
 HAND_BACK_AFTER_S = 0.1
-"""After this time a process hands back the samples that it has not begun, for other processes. So slow samples are
-shared out one by one, while quick ones are sent in large messages."""
+"""Seconds after which a process hands back the samples that it has not begun, for other processes to judge. So messages
+can be large, and slow samples are still spread over all processes."""
 SHORT_SHARE = 0.25
-"""A call of a `ListReward` that took less than this share of the time limit may be followed by one with twice the
-samples: the limit holds for a whole call."""
+"""Share of the time limit. After a call of a `ListReward` that took less than this, the next call may have twice as
+many samples, because the limit applies to a whole call."""
 MAX_ERROR_CHARS = 400
 FAR = 700
 """First descriptor for our own pipes. User code rarely touches descriptors this high: daemons close the first 256."""
@@ -53,7 +53,7 @@ SET_PARENT_DEATH_SIGNAL = 1
 
 
 class Pipes:
-    """A reward process's pipes to its pool, and its log, on high descriptor numbers that user code rarely touches."""
+    """A reward process's pipes to its pool, and its log, on descriptors from `FAR` on."""
 
     def __init__(self) -> None:
         far = min(FAR, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
@@ -159,8 +159,8 @@ class RewardServer:
         self._send(answers, last=True)
 
     def _judge_lists(self, work: wire.Work, reward: ListReward) -> None:
-        """Judges samples in calls of as many as fit into the time limit. If a call fails, its samples are judged one
-        by one, so that only those fail which cannot be judged."""
+        """Judges several samples per call, as many as should fit into the time limit. If a call fails, its samples are
+        judged one by one, so that only the samples at fault get an error."""
         start_s, begun = time.monotonic(), 0
         while begun < len(work.samples) and (not begun or time.monotonic() - start_s < HAND_BACK_AFTER_S):
             chunk = work.samples[begun : begun + reward.num_samples]
@@ -177,7 +177,8 @@ class RewardServer:
     def _call_with_lists(
         self, name: str, reward: ListReward, samples: Sequence[Mapping[str, Any]], first: int
     ) -> list[wire.RewardAnswer]:
-        """Judges samples in one call; returns their answers, numbered from `first`. All fail if the call does."""
+        """Judges samples in one call; returns their answers, numbered from `first`. If the call raises, each answer is
+        an error."""
         self.progress.begin(len(samples))
         try:
             value = reward.function(**reward.arguments(samples))
@@ -229,7 +230,7 @@ class BadValue(ValueError):
 LISTS = ("completions", "completion_ids")
 """Parameters by which a function of TRL's signature is recognised."""
 NOT_PASSED = ("trainer_state", "log_extra", "log_metric", "environments")
-"""Arguments of TRL's that belong to its trainer and have no counterpart here."""
+"""Arguments that TRL's trainer passes and that have no counterpart here."""
 MAX_SAMPLES = 64
 
 
@@ -243,8 +244,8 @@ def takes_lists(function: Function) -> bool:
 
 class ListReward:
     """A reward function with TRL's signature. It is called by keyword with lists that have an entry for each sample:
-    `prompts`, `completions`, `completion_ids`, and each column of the problems' rows by its name. It returns a list of
-    numbers; None means that it does not apply to that sample."""
+    `prompts`, `completions`, `completion_ids`, and a list for each column of the problems' rows. It returns a list of
+    numbers, with None for a sample to which the reward does not apply."""
 
     def __init__(self, function: Function, label: str):
         self.function = function
@@ -257,7 +258,9 @@ class ListReward:
         self._required = [p.name for p in named if p.default is p.empty]
         for name in self._required:
             if name in NOT_PASSED:
-                raise UserError(f"{label}: nothing is passed as {name!r}, which only TRL's trainer has; remove it")
+                raise UserError(
+                    f"{label}: nothing is passed as {name!r}, which only TRL's trainer has; remove this parameter"
+                )
 
     def arguments(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
         rows = [{"answer": sample["answer"], **sample["info"]} for sample in samples]
@@ -268,12 +271,14 @@ class ListReward:
         lists["completion_ids"] = [sample["tokens"] for sample in samples]
         for name in self._required:
             if name not in lists:
-                raise BadValue(f"the reward needs a column {name!r}, and the problem has {', '.join(sorted(columns))}")
+                raise BadValue(
+                    f"the reward needs a column {name!r}, but the problem has only {', '.join(sorted(columns))}"
+                )
         return lists if self._takes_all else {name: lists[name] for name in lists if name in self._accepted}
 
     def parts(self, value: Any, count: int) -> list[list[tuple[float, str, int]]]:
         """Returns the reward parts of each of `count` samples, given the `value` that the function returned for all of
-        them. A sample without parts is one to which the reward does not apply."""
+        them. If the reward does not apply to a sample, the sample's list is empty."""
         if not isinstance(value, list | tuple) and hasattr(value, "tolist"):  # an array or a tensor
             value = value.tolist()
         if not isinstance(value, list | tuple):
@@ -299,8 +304,8 @@ def _completion(sample: Mapping[str, Any]) -> str | list[dict[str, str]]:
 
 
 def parts_of(value: Any) -> list[tuple[float, str, int]]:
-    """Returns (value, name, position) for each part of `value`, which must be a number, a dict of numbers by name, or a
-    list of (position, value, name); else raises `BadValue`."""
+    """Returns (value, name, position) for each part of `value`. Raises `BadValue` if `value` is not a number, a dict of
+    numbers by name, or a list of (position, value, name)."""
     if isinstance(value, list | tuple):
         if not value:
             raise BadValue("the reward returned an empty list; return a number, or (position, value, name) for each")
@@ -348,13 +353,14 @@ def _unpickle(name: str, data: bytes) -> Function:
         return pickle.loads(data)
     except Exception as error:
         raise UserError(
-            f"reward {name}: cannot be loaded in the reward process: {one_line(error)}; put it in a file and write "
-            "file.py:function"
+            f"reward {name}: cannot be loaded in the reward process: {one_line(error)}; put the function in a file and "
+            "name it as file.py:function"
         ) from error
 
 
 def _die_with(parent: int) -> None:
-    """Makes this process end with its parent: on Linux, the kernel kills it when the thread that started it ends."""
+    """Makes this process end when its parent does. On Linux, the kernel kills it once the parent's thread that started
+    it has ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:

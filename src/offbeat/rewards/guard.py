@@ -1,11 +1,11 @@
-"""Starts a reward process, and kills everything that it started once it ends.
+"""Starts a reward process and, once that ends, kills all processes that it has started.
 
-    guard LIFELINE OWNER COMMAND ...     the guard's process id is added to COMMAND as an argument
+    guard LIFELINE OWNER COMMAND ...     COMMAND gets the guard's process id as its last argument
 
-OWNER is the process id of the pool, and LIFELINE the read end of a pipe that the pool holds open. The guard kills all
+OWNER is the process id of the pool, and LIFELINE the descriptor of a pipe that the pool holds open. The guard kills all
 its descendants when the reward process ends, when the owner dies, or when the pipe closes. On Linux, orphans become
-children of the guard, so that it finds even a daemon with its own session. Elsewhere it kills the process group and the
-descendants that it still finds. If the reward process has ended by itself, the guard exits with the same status. It
+children of the guard, so it finds even a daemon with its own session. On other systems it kills the process group and
+the descendants that it still finds. If the reward process has ended by itself, the guard exits with the same status. It
 runs as a file and imports only the standard library, to start quickly.
 """
 
@@ -60,7 +60,7 @@ def _start(command: list[str]) -> int:
 
 
 def _wait_for(child: int) -> int:
-    """Waits for the child and returns its wait status; also reaps orphans that end before it."""
+    """Waits for the child and returns its wait status; also reaps orphans that end before the child does."""
     while True:
         pid, status = os.wait()
         if pid == child:

@@ -1,9 +1,9 @@
-"""Scores samples in killable processes: a reward that hangs, raises or crashes costs its own sample and nothing else.
+"""Scores samples in killable processes: a reward that hangs, raises or crashes affects only its own sample.
 
 - Every sample has a wall-clock deadline. A sample that misses it gets the error `timeout`; its process is killed, and
   unanswered samples in the same message are judged again by another process.
-- Calls overlap. Samples are handed out in small batches, and each reward leaves a process to every other reward if
-  there are enough processes, so that a slow reward does not delay a quick one.
+- Several calls run at once. Samples are handed out in small batches. If there are enough processes, each reward leaves
+  one process free for every other reward, so that a slow reward does not delay a quick one.
 - `close` leaves no process behind, and neither does a pool that is itself killed (see `guard`).
 """
 
@@ -28,13 +28,13 @@ from offbeat.trajectory import Reward, reward_problem
 OneReward = str | Callable[..., Any]
 """Name of a built-in reward, `module:function`, `file.py:function`, or a function."""
 RewardSpec = OneReward | Mapping[str, OneReward]
-"""A reward, or several by name whose values are added up; each gives a part of that name."""
+"""A reward, or a mapping of names to rewards whose values are added up. Each of these gives a part with its name."""
 START_S = 120.0
 """Time limit for the start of a process; a user's module may import a lot."""
 MAX_PIECE = 64
-"""Most samples in one message; an async function judges them concurrently."""
+"""Largest number of samples in one message; an async function judges them concurrently."""
 MAX_LOSSES = 3
-"""Number of lost processes after which a sample fails, even if another sample may have caused the losses."""
+"""A sample fails after this many processes were lost with it, even if another sample may have caused the losses."""
 
 
 @dataclass(frozen=True)
@@ -135,12 +135,12 @@ class RewardPool:
 
     @property
     def parts(self) -> set[str]:
-        """Names of all parts of the rewards that are sums of several. A trial need not show them all, because a part
-        may not apply to its sample."""
+        """Names of all parts of the rewards that are sums of several. A trial may lack some of them, because a part may
+        not apply to its sample."""
         return {part for parts in self._sums.values() for part in parts}
 
     def move_log(self, path: Path) -> None:
-        """Continues the log in another file, which gets the log's content so far."""
+        """Moves the log to another file, and continues it there."""
         self._log.move(path)
         self.log_path = path
 
@@ -222,8 +222,8 @@ class RewardPool:
         return outcome.error is None
 
     def _put_back(self, name: str, jobs: Sequence[_Job], outcome: ProcessOutcome) -> None:
-        """Queues unanswered samples again, in order. Two kinds fail instead: the sample that brought the process down,
-        and a sample that was unanswered in `MAX_LOSSES` losses of a process without a known culprit."""
+        """Queues unanswered samples again, in order. A sample fails instead if it brought the process down. It also
+        fails if `MAX_LOSSES` processes were lost with it and no culprit was known."""
         if outcome.error is not None:
             self._log.write(f"reward {name} {outcome.error}\n")
         again = []
@@ -238,8 +238,8 @@ class RewardPool:
         self._queues[name].extendleft(reversed(again))
 
     def _next_piece(self) -> tuple[str, list[_Job]]:
-        """Takes samples for one message to a process from the queue of the waiting reward that occupies the fewest
-        processes. Returns the reward's name, or "" if none waits, and the samples, perhaps none."""
+        """Takes samples for one message from the queue of the waiting reward that occupies the fewest processes.
+        Returns the reward's name ("" if none is waiting), and the samples, perhaps none."""
         name = min(self._waiting(), key=lambda name: self._num_running[name], default="")
         return name, self._take(name) if name else []
 
@@ -249,8 +249,8 @@ class RewardPool:
         return [name for name, queue in self._queues.items() if queue and self._num_running[name] < most]
 
     def _take(self, name: str) -> list[_Job]:
-        """Takes from the queue of reward `name` the samples for one message, and returns them; a sample that must be
-        judged alone gets a message of its own. Drops samples whose call has already ended."""
+        """Takes the samples for one message from the queue of reward `name`. A sample that must be judged alone gets a
+        message of its own. Drops samples whose call has already ended."""
         queue, jobs = self._queues[name], list[_Job]()
         size = min(MAX_PIECE, -(-len(queue) // self.num_processes))
         while queue and len(jobs) < size and not (jobs and queue[0].alone):
@@ -311,7 +311,7 @@ def _pickle(name: str, function: Callable[..., Any]) -> bytes:
         return cloudpickle.dumps(function)
     except Exception as error:
         raise UserError(
-            f"reward {name}: cannot be sent to a process of its own ({error}); put it in a file of yours and write "
+            f"reward {name}: cannot be sent to a reward process ({error}); put the function in a file and name it as "
             "file.py:function"
         ) from error
 
@@ -338,8 +338,8 @@ def _result(answer: RewardAnswer) -> RewardResult:
 WINDOW = 512
 """Number of latest rewards that `FailureWatch` counts: a few steps of a small run, to notice a broken reward soon."""
 MIN_COUNT = 64
-"""Fewest rewards for which `FailureWatch` may stop a run, or a full window if that is smaller: three failures among ten
-may be chance."""
+"""Number of rewards to count before `FailureWatch` may stop a run (a full window, if smaller), because three failures
+among ten may be chance."""
 MAX_REASON_CHARS = 300
 
 
@@ -390,7 +390,7 @@ class Shaping:
     """Weights by name of the part; 1 for parts that are not named."""
     max_new_tokens: int = 0
     overlong_tokens: int = 0
-    """Tokens before `max_new_tokens` at which answers begin to lose reward; 0: never."""
+    """An answer loses reward if it is longer than `max_new_tokens` minus this number; 0: no penalty."""
 
     def weighted(self, rewards: Sequence[Reward]) -> tuple[Reward, ...]:
         """Returns the rewards with their weights set."""
@@ -406,11 +406,11 @@ class Shaping:
 
     @property
     def given_names(self) -> set[str]:
-        """Names of the weighted parts that rewards must give: all but that of the length penalty."""
+        """Names in `weights` except that of the length penalty; rewards must give parts with these names."""
         return self.weights.keys() - ({OVERLONG} if self.overlong_tokens else set())
 
     def check_names(self, names: Collection[str]) -> None:
-        """Raises `UserError` for weights of parts that no reward gives, and for a part named like the length penalty.
+        """Raises `UserError` for a weight whose part no reward gives, and for a part with the length penalty's name.
         `names` are the parts that rewards gave in a trial."""
         for name in sorted(self.given_names):
             if name not in names:

@@ -57,7 +57,7 @@ class RewardLog:
         self._keep(text.encode())
 
     def move(self, path: Path) -> None:
-        """Moves the log to the end of another file, in which it goes on."""
+        """Appends the log so far to another file and continues there; deletes the old file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._lock:
             self._file.close()
@@ -96,15 +96,15 @@ class RewardLog:
 
 
 GRACE_S = 2.0
-"""Seconds by which the pool extends a deadline: for a process that has not begun its work, because the machine may be
-busy, and for deadlines that the process itself enforces."""
+"""Seconds that the pool adds to a deadline in two cases: the process enforces the deadline itself, or it has not begun
+its work, because the machine may be busy."""
 EXIT_S = 5.0
 """Longest wait for a killed process to end; this takes milliseconds unless the machine is overloaded."""
 
 
 @dataclass(frozen=True)
 class ProcessOutcome:
-    """Result of one message to a reward process, besides the answers: samples left over, and the error."""
+    """Result of one message to a reward process, without the answers: which samples have none, and any error."""
 
     unanswered: tuple[int, ...] = ()
     """Indices of samples that the process handed back, or had not answered when it hung or died."""
@@ -294,7 +294,8 @@ def _culprit(unanswered: set[int], num_begun: int, in_turn: bool) -> int | None:
 
 
 def _new_cell() -> IO[bytes]:
-    """Creates the file for `Progress`, in memory if possible: writing to a mapping on a full disk kills the process."""
+    """Creates the file that `Progress` maps, in memory if possible: writing to a mapped file on a full disk kills the
+    process."""
     if hasattr(os, "memfd_create"):
         cell: IO[bytes] = os.fdopen(os.memfd_create("offbeat"), "w+b", 0)
     else:
@@ -304,7 +305,7 @@ def _new_cell() -> IO[bytes]:
 
 
 def _environment() -> dict[str, str]:
-    """Returns the environment of a reward process: ours and our import path, with one OpenMP thread by default, to
-    leave the cores to training."""
+    """Returns the environment of a reward process: the pool's, with its import path added. The default is one OpenMP
+    thread, to leave the cores to training."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}

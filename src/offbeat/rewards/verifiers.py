@@ -26,7 +26,7 @@ NUMBER = re.compile(
     r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
     r"(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3})?"
 )
-"""Pattern of a number. A minus sign belongs to it unless another number precedes the sign: 10-5 ends with 5."""
+"""Pattern of a number. A minus sign belongs to it, except right after another number: 10-5 ends with 5."""
 ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 LATEX_MARKS = ("$", "\\(", "\\[", "\\boxed")
 
@@ -38,7 +38,7 @@ def exact(response: str, answer: str | None) -> float:
 def number(response: str, answer: str | None) -> float:
     wanted = last_number(_known(answer, "number"))
     if wanted is None:
-        raise ValueError(f"the reward 'number' needs a number in the answer, and {answer!r} holds none")
+        raise ValueError(f"the reward 'number' needs a number in the answer, but {answer!r} holds none")
     return float(last_number(response) == wanted)
 
 
@@ -109,5 +109,5 @@ def load_reward(spec: str) -> Function:
 
 def _known(answer: str | None, reward: str) -> str:
     if answer is None:
-        raise ValueError(f"the reward {reward!r} needs an answer and the problem has none")
+        raise ValueError(f"the reward {reward!r} needs an answer, but the problem has none")
     return answer

@@ -1,7 +1,7 @@
 """The protocol between a reward pool and its processes: msgpack frames, and a shared memory cell for progress.
 
-A frame begins with a mark and its length, so that stray output of a reward is recognised as junk at once. The cell
-tells the pool how many samples a process has begun, and when it began the last one: a process that hangs cannot answer.
+A frame begins with a mark and its length, so that stray output of a reward is recognised as junk at once. From the cell
+the pool learns, even while a process hangs, how many samples the process has begun and when it began the last one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RewardsLoaded(msgspec.Struct):
 
     arguments: tuple[str, ...]
     in_turn: bool
-    """Whether samples are judged one after another, and not several side by side or in one call."""
+    """Whether samples are judged one after another; False: concurrently, or many in one call."""
 
 
 class Ready(msgspec.Struct, tag=True):

@@ -2,8 +2,7 @@
 
 `OFFBEAT_CRASH_AT` lists points, separated by commas; `name:3` means the third time that a process passes the point. The
 process gets SIGKILL, so nothing is flushed. If `OFFBEAT_CRASH_ONCE` names a folder, each point kills only one process
-and leaves a file with the point's name in the folder, so that a restarted process gets past it. Without
-`OFFBEAT_CRASH_AT`, crash points do nothing.
+and leaves a file with the point's name in the folder, so that a restarted process gets past it.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ POINTS: dict[str, tuple[str, ...]] = {
         "half-forgotten",  # old versions deleted, their pieces not yet
     ),
 }
-"""All crash points by role; comments say what has or has not happened at each point."""
+"""All crash points by role."""
 
 _wanted = os.environ.get(AT)
 """Value of `OFFBEAT_CRASH_AT`, read only once, because some points are passed for every trajectory."""
@@ -64,7 +63,7 @@ def crash_here(point: str) -> None:
 
 
 def _is_first(point: str) -> bool:
-    """Returns whether no process has died at this point before, and creates the file that tells later processes so.
+    """Returns whether this process is the first to die at this point, and creates the file that tells later processes.
     Without `OFFBEAT_CRASH_ONCE`, returns True and creates nothing."""
     folder = os.environ.get(ONCE)
     if folder is None:

@@ -43,7 +43,7 @@ def evaluate_run(
 
 
 def check_rewards(run: Path, config: Config, functions: Functions | None = None) -> None:
-    """Raises if the run has rewards that its config.json does not name, because it was given them from Python.
+    """Raises `UserError` if the run has a reward that was given from Python, so that its config.json does not name it.
     `functions` are the run's sources of prompts from Python."""
     begun = [event["value"] for event in read_events(run / EVENTS) if event["event"] == "rewards" and "value" in event]
     own = {name: member.reward for name, member in wiring.make_mixture(config, None, functions, run).members.items()}

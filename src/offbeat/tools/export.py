@@ -54,7 +54,8 @@ def export_run(run: Path, folder: Path, *, adapter_alone: bool = False) -> int:
 
 
 def adapter_folder(run: Path) -> Path | None:
-    """Returns the folder of a run's newest adapter; None if all weights are trained, or the adapter is in pieces."""
+    """Returns the folder of a run's newest adapter; None if the run trains all weights, or stores the adapter in
+    pieces."""
     folder = WeightFolder(run / "weights").path(_latest_version(run)[0].number)
     return folder if (folder / ADAPTER_FILE).is_file() else None
 

@@ -52,13 +52,13 @@ class ContractBroken(Exception):
 
 
 def kind_of(function: Callable[..., Any], spec: str) -> str:
-    """Returns "loss" or "advantage", by the names of the function's parameters; `spec` names it in errors."""
+    """Returns "loss" or "advantage", by the names of the function's parameters. `spec` names the function in errors."""
     names = set(inspect.signature(function).parameters)
     found = [kind for kind, wanted in PARAMETERS.items() if names & wanted]
     if len(found) != 1:
         raise UserError(
             f"{spec}: takes {', '.join(sorted(names)) or 'nothing'}; a loss takes tokens and settings, an advantage "
-            "rewards and groups; name them so, or add --kind loss or --kind advantage"
+            "rewards and groups; name its parameters so, or add --kind loss or --kind advantage"
         )
     return found[0]
 
@@ -123,13 +123,13 @@ class _LossTrial:
 
     def ignores_masked(self) -> None:
         mask = self.tokens.mask
-        why = "those come from tools, or from versions that are too old; multiply by tokens.mask before adding up"
+        why = "these come from tools, or from versions that are too old; multiply by tokens.mask before adding up"
         older = replace(self.tokens, staleness=torch.where(mask, self.tokens.staleness, 10**6))
-        self._compare(older, torch.arange(len(mask)), "with something else there", why)
-        self._compare(_taken(self.tokens, mask.nonzero()[:, 0]), mask.nonzero()[:, 0], "without them", why)
+        self._compare(older, torch.arange(len(mask)), "with another staleness of untrained tokens", why)
+        self._compare(_taken(self.tokens, mask.nonzero()[:, 0]), mask.nonzero()[:, 0], "without untrained tokens", why)
         for tokens in (replace(self.tokens, mask=torch.zeros_like(mask)), _taken(self.tokens, torch.arange(0))):
             gradient = self._cost(tokens, torch.ones(len(tokens.mask)))[1]
-            _require(not gradient.any(), f"without a trained token there is a gradient: {why}")
+            _require(not gradient.any(), f"there is a gradient with untrained tokens alone: {why}")
 
     def takes_extremes(self) -> None:
         turn = torch.arange(sum(LENGTHS))
@@ -179,8 +179,8 @@ class _LossTrial:
         return torch.where(tokens.mask, values.detach(), 0.0), torch.zeros_like(leaf) if gradient is None else gradient
 
     def _compare(self, tokens: Tokens, at: Tensor, where: str, why: str) -> None:
-        """Raises unless the losses and the gradient of `tokens` equal those computed before for all made-up tokens, at
-        the indices `at`. `where` and `why` complete the message."""
+        """Raises `ContractBroken` if a loss or gradient of `tokens` differs from that in the whole made-up batch, in
+        which the tokens have the indices `at`. `where` and `why` complete the message."""
         for name, new, whole in zip(
             ("value", "gradient"), self._cost(tokens, self.weights[at]), self.whole, strict=True
         ):
@@ -264,7 +264,7 @@ def check_advantage(advantage: Callable[[np.ndarray, np.ndarray], Any]) -> list[
         ("the order of answers and the names of groups do not matter", Mark.FAILS, ignores_order),
         ("groups have no influence on each other", Mark.WARNS, is_by_group),
         ("where all rewards are equal there is no advantage", Mark.FAILS, needs_differences),
-        ("of a group, a better answer never has the lower advantage", Mark.WARNS, keeps_order),
+        ("within a group, a better answer never has a lower advantage", Mark.WARNS, keeps_order),
     )
 
 

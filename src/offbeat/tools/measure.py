@@ -1,7 +1,7 @@
 """Times this machine for calibration: decode steps and prefill of the embedded engine, and a training step.
 
 All sizes are timed in several rounds, and the fastest time of each counts, because other processes only add time. The
-context of a decode step is the number of tokens that attention reads, in whole buckets.
+context of a decode step is the number of tokens that attention reads, rounded up to whole buckets.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ class Sizes:
 QUICK = Sizes((1, 4, 16, 48), 512, (1, 4), (1, 4), num_rounds=2)
 CPU_SIZES = Sizes((1, 2, 4, 8, 16, 32, 64), 1024, (1, 2, 4), (1, 2, 4), num_rounds=5)
 GPU = Sizes((1, 4, 16, 32, 64, 128, 256), 4096, (1, 2, 4, 8), (1, 2, 4), num_rounds=5)
-"""Sizes for a GPU. Few training samples, because logits of thousands of tokens, with a large vocabulary and in float32,
-must fit beside the optimizer."""
+"""Sizes for a GPU. Few training samples, because their float32 logits must fit beside the optimizer."""
 
 
 def measure(
@@ -107,7 +106,7 @@ def _measure_engine(
 
 
 def _fitting_rows(rows: Sequence[int], context: int, shape: ModelShape, device: torch.device) -> int:
-    """Returns the largest of `rows` whose KV cache fits into memory; raises `UserError` unless at least three fit."""
+    """Returns the largest of `rows` whose KV cache fits into memory; raises `UserError` if fewer than three fit."""
     memory = memory_bytes(device)
     if memory is None:
         return rows[-1]
@@ -140,7 +139,8 @@ class _Timer:
         return Measurement("decode", self.name, seconds, rows=rows, context=statistics.mean(read))
 
     def prefill(self, rows: int, context: int) -> Measurement:
-        """Times prefill: the first step, which prefills all but the last token of each row, minus a later step."""
+        """Times prefill: the time of the first step, which prefills all but the last token of each row, minus that of a
+        later step."""
         self._submit(rows, context, KvMode.REFILL)
         seconds = max(self._step_s() - self._median_step_s(), 1e-9)
         self.stepper.abort(None)
@@ -212,8 +212,9 @@ Figures = dict[str, float]
 
 
 def figures_of(device: torch.device, called: str | None, given: Figures) -> tuple[str, Figures]:
-    """Returns the name of the accelerator `device` and its figures, such as TFLOPS and memory. Those that `given` lacks
-    come from the catalogue or, for a CPU, are measured. `called` is the user's name for it; None: detect the name."""
+    """Returns the name of the accelerator `device` and its figures, such as TFLOPS and memory. Figures that `given`
+    lacks come from the catalogue or, for a CPU, are measured. `called` is the user's name for the accelerator; None:
+    detect the name."""
     if device.type == "cpu":
         if called is not None:
             raise UserError(f"--accelerator {called}: there is no GPU here; leave the option out to measure the {CPU}")
@@ -254,16 +255,16 @@ def _measured_cpu(given: Figures) -> Figures:
 
 
 def _cpu_flops() -> float:
-    """Returns the CPU's float32 operations per second on an idle machine: one thread's rate by its CPU time, times the
-    number of threads."""
+    """Returns the CPU's float32 operations per second on an idle machine, as the rate of one thread by CPU time, times
+    the number of threads."""
     one, other = torch.rand(SQUARE, SQUARE), torch.rand(SQUARE, SQUARE)
     with _one_thread() as num_threads:
         return num_threads * 2 * SQUARE**3 / _fastest_s(lambda: one @ other, time.thread_time)
 
 
 def _cpu_bytes_per_s() -> float:
-    """Returns the bytes per second read and written by a copy, by one thread or all threads, whichever is faster:
-    threads share the memory, so their rates do not add up."""
+    """Returns the bytes per second that a copy reads and writes, with one thread or with all, whichever is faster. The
+    rates of threads do not add up, because threads share the memory."""
     source = torch.zeros(COPIED_BYTES, dtype=torch.uint8)
     target = torch.ones_like(source)
     together_s = _fastest_s(lambda: target.copy_(source), time.perf_counter)

@@ -1,8 +1,8 @@
-"""Repeats a step that met NaN or infinity from the file that its run saved, without changing the run.
+"""Repeats a step that met NaN or infinity, from the file that its run saved. The run itself is not changed.
 
 Batch and configuration are in the file; the weights are beside it or still in the run's folder. Master weights, moments
-and a value head come from the checkpoint of that step, if there is one. Otherwise they are new, so every update after
-the step's first may differ.
+and a value head come from the checkpoint of that step. Without it they are initialised anew, so updates after the
+step's first may differ from the run's.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def _weights(file: Path, dump: FailedStepDump) -> Mapping[str, Tensor]:
 
 
 def load_published(policy: Policy, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Gives the policy the weights of a version: copies `tensors` into `own`, the model's tensors of the same names,
-    and from there into the float32 master weights."""
+    """Copies the tensors of a version into `own`, the policy's tensors of the same names, and then into the policy's
+    float32 master weights."""
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(tensors[name])

@@ -23,7 +23,7 @@ from offbeat.trajectory import Trajectory
 Decode = Callable[[np.ndarray], str]
 """Decodes token ids to text."""
 ALL = 2**62
-"""Number of rows that no run has."""
+"""Number larger than that of any run's trajectories."""
 ROW_FIELDS = (
     *("step", "purpose", "source", "reward", "error", "num_tokens", "worker", "ended_by"),
     *("first_version", "last_version"),
@@ -45,8 +45,11 @@ def read_trajectories(
 ) -> list[dict[str, Any]]:
     """Returns the trajectories of a run that meet all conditions, at most `limit`, each as a dict.
 
-    `id` is the task; `step` counts from 1, and is None until a step has claimed the answer; `answer` is the right one,
-    as the task has it; `prompt` is what the model was given, template included; `response` is None once it was pruned.
+    - `id` is the task.
+    - `step` counts from 1; None until a step has claimed the trajectory.
+    - `answer` is the correct answer, as the task gives it.
+    - `prompt` is what the model was given, including the chat template.
+    - `response` is None if it was pruned.
     """
     which = TrajectoryFilter(purpose, step, source, worker, min_reward, max_reward)
     decode = decoder(run)
@@ -79,7 +82,7 @@ def decoder(run: Path) -> Decode:
 
 @contextmanager
 def open_ledger(run: Path) -> Iterator[Ledger]:
-    """Opens the ledger of a run to read it; an error in a damaged one names it."""
+    """Opens the ledger of a run for reading; if it is damaged, the error names it."""
     if not (run / LEDGER).is_file():
         raise UserError(f"{run} holds no ledger yet, because the run has not begun; try again once it has")
     with Ledger(run / LEDGER, read_only=True) as ledger, ledger.naming_damage():
@@ -87,10 +90,10 @@ def open_ledger(run: Path) -> Iterator[Ledger]:
 
 
 SLICE = 500
-"""Trajectories that are in memory at a time."""
+"""Number of trajectories in memory at a time."""
 
 Content = tuple[TrajectoryRow, tuple[np.ndarray, dict[str, Any]], Trajectory | None]
-"""A trajectory's row, its prompt's tokens with its problem, and itself unless it was pruned."""
+"""A trajectory's row; its prompt's tokens and problem; the trajectory itself, or None if it was pruned."""
 
 
 def _with_content(ledger: Ledger, rows: list[TrajectoryRow]) -> Iterator[Content]:

@@ -35,7 +35,7 @@ class Credit:
 
     advantages: tuple[np.ndarray, ...]
     returns: tuple[np.ndarray, ...] | None
-    """Targets of the value head, as one array per sample, one number per response token; None without a value head."""
+    """Targets of the value head, in the same form as `advantages`; None without a value head."""
     signal_share: float
     """Share of samples with an advantage other than 0 at any token."""
 
@@ -48,9 +48,9 @@ def credit(
     *,
     recalls_siblings: bool = False,
 ) -> Credit:
-    """Computes a batch's advantages. With `settings`, GAE gives one per token, from the value head's `values`. Without,
-    `advantage` gives one per answer; with `recalls_siblings`, it also gets the rewards of answers to the same prompts
-    that are not in the batch."""
+    """Computes a batch's advantages. With `settings`, GAE computes one per token from the value head's `values`.
+    Otherwise `advantage` computes one per answer. With `recalls_siblings`, this function also gets rewards of answers
+    to the same prompts outside the batch."""
     if settings is None:
         found = _checked(advantage, samples, recalls_siblings)
         by_token = tuple(np.full(s.num_tokens, a, np.float32) for s, a in zip(samples, found, strict=True))
@@ -66,8 +66,8 @@ def credit(
 
 
 def _checked(advantage: Advantage, samples: Sequence[Sample], recalls_siblings: bool) -> np.ndarray:
-    """Calls `advantage`, which may be a user's function; checks its result and returns one advantage per sample. With
-    `recalls_siblings`, the function also gets rewards of answers to the same prompts outside the batch."""
+    """Calls `advantage`, which may be a user's function, and checks its result. Returns one advantage per sample; see
+    `credit` for `recalls_siblings`."""
     rewards = [sample.reward for sample in samples]
     prompts = [sample.prompt_id for sample in samples]
     if recalls_siblings:
@@ -77,7 +77,7 @@ def _checked(advantage: Advantage, samples: Sequence[Sample], recalls_siblings: 
     found = np.asarray(advantage(np.array(rewards, np.float64), np.array(prompts, np.int64)), np.float32)
     if found.shape != (len(rewards),):
         raise UserError(
-            f"loss.advantage returned shape {found.shape} for {len(rewards)} answers, not one number for each"
+            f"loss.advantage returned shape {found.shape} for {len(rewards)} answers; return one number for each"
         )
     return found[: len(samples)]
 
@@ -100,8 +100,9 @@ def leave_one_out(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
 def siblings_normalised(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """(reward - mean reward of the group's other members) / (std + 1e-6); std is the group's sample standard deviation.
 
-    The scale does not depend on how many members of the group are known yet. GRPO subtracts the mean of all members,
-    which halves the difference if two are known. This would weaken short answers, because they are known first."""
+    So the scale does not depend on how many members of the group are known yet. GRPO subtracts the mean of all known
+    members, which halves the advantage while only two are known. Short answers are known first, so they would be
+    weakened."""
     return _by_group(rewards, groups, lambda values: _normalised(values) * len(values) / (len(values) - 1))
 
 
@@ -172,7 +173,7 @@ def estimate(
 
 
 def whitened(advantages: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Returns a batch's advantages, with mean 0 and standard deviation 1 over the tokens in `masks`; 0 elsewhere."""
+    """Returns the advantages, scaled to mean 0 and standard deviation 1 over the tokens in `masks`, and 0 elsewhere."""
     trained = np.concatenate([a[m] for a, m in zip(advantages, masks, strict=True)]) if advantages else np.zeros(0)
     if len(trained) < 2 or np.ptp(trained) <= EQUAL_WITHIN:
         return [np.zeros_like(a) for a in advantages]

@@ -1,8 +1,8 @@
 """Audits: compares the log-probs that engines reported with the trainer's own.
 
-With equal weights, engine and trainer differ only by rounding. A step computes the trainer's log-probs of fresh tokens
-anyway; for a share of the older tokens, the weights of their own version are loaded for a moment (`witness`). Tokens
-that attended to keys and values of older weights cannot be compared.
+With equal weights, engine and trainer differ only by rounding. The trainer's log-probs of fresh tokens are computed by
+every step anyway. For a share of the older tokens, the weights of their own version are loaded for a moment
+(`witness`). Tokens that attended to keys and values of older weights cannot be compared.
 
 A sample is not trained on if its compared tokens are off by too much on average, or if too many tokens of one segment
 are off. The findings also decide whether a segment's worker is quarantined (`offbeat.rules.quarantine`).
@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 
 
 class SegmentFinding(NamedTuple):
-    """Audit of one segment of a sample, by the sample's index and the segment's first token: `num_tokens` log-probs
-    were compared, and `num_off` of them differ from the trainer's by more than `OFF_GAP`."""
+    """Audit of the segment that begins at token `start` of the sample with index `sample`. `num_tokens` log-probs were
+    compared; `num_off` of them differ from the trainer's by more than `OFF_GAP`."""
 
     sample: int
     start: int
@@ -55,9 +55,9 @@ def audit(
 ) -> Findings:
     """Compares the log-probs that engines reported with the trainer's; `max_gap` bounds a sample's mean difference.
 
-    `now` holds the trainer's log-probs of all tokens, concatenated, at the start of the step; those of fresh tokens,
-    sampled by the same weights, are compared. `witnessed` holds, for each sample, the log-probs of older tokens under
-    the weights that sampled them, NaN where not computed; None for a sample: none were computed.
+    `now` holds the trainer's log-probs of all tokens at the start of the step, concatenated. Of these, only fresh
+    tokens are compared, because the same weights sampled them. `witnessed` holds, for each sample, the log-probs of
+    older tokens under the weights that sampled them, and NaN for all other tokens; None if none were computed.
     """
     lengths = [sample.num_tokens for sample in samples]
     owner = np.repeat(np.arange(len(samples)), lengths)
@@ -96,7 +96,7 @@ def witness(
 ) -> dict[int, np.ndarray]:
     """Computes the log-probs of older tokens under the versions that sampled them; `choose` picks the tokens. Returns
     arrays by sample index, with one entry per response token: NaN for tokens that were not picked. `weights_of` returns
-    a version's weights file; None: not kept, so the version's tokens are not compared."""
+    a version's weights file, or None if it was not kept. Tokens of such a version are not compared."""
     found: dict[int, np.ndarray] = {}
     files = {number: file for number in _num_stale(samples) if (file := weights_of(number)) is not None}
     for number, chosen in choose(samples, share, files):
@@ -124,13 +124,14 @@ def _logprobs(
 
 
 def choose(samples: Sequence[Sample], share: float, at_hand: Mapping[int, object]) -> Iterator[tuple[int, list[int]]]:
-    """Chooses older tokens to audit. Yields a version, and the indices of the samples whose tokens of this version to
-    compare. The keys of `at_hand` are the versions whose weights are there.
+    """Chooses older tokens to audit. Yields a version, and the indices of the samples in which to compare the tokens of
+    this version. The keys of `at_hand` are the versions whose weights are available.
 
-    All samples of unproven workers are chosen, plus others that hold about `share` of the older tokens; with `share` 0,
-    none at all. The others come from few versions, because each version has to be loaded. The choice is seeded by a
-    hash of the batch. So a resumed run audits the same batch in the same way, and no worker can know whether its answer
-    will be audited, because that depends on the other answers.
+    With `share` 0, nothing is chosen. Otherwise all samples that are not `is_proven` are chosen, and others that hold
+    about `share` of the older tokens. The others come from few versions, because each version has to be loaded.
+
+    The choice is seeded by a hash of the batch, so a resumed run audits the same batch in the same way. No worker can
+    know whether its answer will be audited, because that depends on the other answers.
     """
     num_stale = {number: count for number, count in _num_stale(samples).items() if number in at_hand}
     if not num_stale or share <= 0:
@@ -171,8 +172,7 @@ def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
 
 
 class Witnesses(WeightFolder):
-    """Folder with the weights of the trainer's latest `num_kept` versions, with which audits recompute the log-probs of
-    older tokens.
+    """Folder with the weights of the latest `num_kept` versions, for audits of older tokens.
 
     The files are hard links to published files, which cost disk space but no time. Audits skip a missing version.
     """

@@ -1,11 +1,11 @@
 """Checkpoints: master weights, optimizer moments, random state and step, but nothing that the ledger knows.
 
-A policy that trains an adapter saves only the adapter and the digest of its base; loading with another base or another
+If an adapter is trained, only the adapter and the digest of its base are saved. Loading with another base or another
 kind of adapter is refused.
 
 A checkpoint is a folder with the trainer's tensors and a manifest. It is written as a draft, flushed and renamed, so it
-is whole or absent, and an earlier checkpoint stays until a later one is on disk. The manifest holds the files' digests;
-a damaged file is refused, and the error names it.
+is whole or absent, and an earlier checkpoint stays until a later one is on disk. The manifest holds the files' digests.
+A damaged file raises an error that names the file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ IDENTITY = "trainer.id"
 """Name of the file with the trainer's random id, beside the folder of checkpoints."""
 FORMAT = 1
 RNG = "rng."
-"""Prefix of the names of random states; there is one for each device that draws random numbers."""
+"""Prefix of the names of random states; each device that draws random numbers has one."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class CheckpointManifest:
 
 
 class Checkpoints:
-    """The checkpoints of one run, each in a folder of its own below `folder`; `keep` is how many to keep. `adapter` is
-    the adapter that is trained; None: all weights are."""
+    """The checkpoints of one run, each in a folder of its own below `folder`; the latest `keep` are kept. `adapter` is
+    the adapter that is trained; None: all weights are trained."""
 
     def __init__(self, folder: Path, keep: int = 2, adapter: Adapter | None = None):
         self.folder, self.keep = folder, keep
@@ -56,8 +56,8 @@ class Checkpoints:
         folder.mkdir(parents=True, exist_ok=True)
 
     def save(self, step: int, version: int, state: dict[str, Tensor], *, keeps_all: bool = False) -> Path:
-        """Writes a checkpoint, returns its folder and, unless `keeps_all`, deletes all but the latest `self.keep`
-        checkpoints. If the disk is full, the draft is removed and earlier checkpoints stay intact."""
+        """Writes a checkpoint and returns its folder. Then deletes all but the latest `self.keep` checkpoints, or none
+        with `keeps_all`. If the disk is full, the draft is removed and earlier checkpoints stay intact."""
         final = self.folder / f"{step:08d}"
         draft = final.with_name(f".{final.name}.draft")
         try:
@@ -89,7 +89,7 @@ class Checkpoints:
         )
 
     def identity(self) -> str:
-        """Returns this folder's random id, made on first use; a trainer without checkpoints is recognised by it."""
+        """Returns the trainer's random id, created on first use. It identifies a trainer without checkpoints."""
         file = self.folder.with_name(IDENTITY)
         try:
             if not file.is_file():
@@ -162,7 +162,7 @@ def _other_adapter(saved: dict[str, str] | None, now: dict[str, str] | None) -> 
             f"the adapter belongs to a model with digest {saved['base'][:12]}, but model.path has {now['base'][:12]}; "
             "use the model that the run began with, in the same dtype"
         )
-    return "the checkpoint's adapter has another configuration; use the Offbeat that wrote it"
+    return "the checkpoint's adapter has another configuration; use the version of Offbeat that wrote it"
 
 
 def _damaged(file: Path) -> UserError:

@@ -79,7 +79,7 @@ class Tokens:
 
 def clean(tokens: Tokens) -> tuple[Tokens, Tensor]:
     """Returns the tokens with all numbers set to 0 where they are not trained on. Trained tokens with NaN or infinity
-    are masked out too; the second result marks these, and the caller decides whether to stop."""
+    are masked out too. The second result marks these, so that the caller can decide whether to stop."""
     given = [tokens.logprobs, tokens.proximal, tokens.behaviour, tokens.advantages]
     if tokens.reference is not None:
         given.append(tokens.reference)
@@ -215,8 +215,8 @@ def sequence_tis(tokens: Tokens, settings: CorrectionSettings) -> Correction:
 
 
 def sequence_mask(tokens: Tokens, settings: CorrectionSettings) -> Correction:
-    """Weight min(ρ, high) for tokens of sequences whose geometric mean of ρ lies within [low, high] and that have no
-    token with ρ below `VETO`; other sequences are rejected."""
+    """Weight min(ρ, high) for tokens of kept sequences. A sequence is kept if the geometric mean of its ρ lies within
+    [low, high] and none of its trained tokens has ρ below `VETO`."""
     importance, whole = _importance(tokens), _sequence_importance(tokens)
     vetoed = tokens.means(((importance < VETO) & tokens.mask).to(importance.dtype)) > 0
     kept = tokens.per_token((whole >= settings.low) & (whole <= settings.high) & ~vetoed)
@@ -252,8 +252,8 @@ Divergence = Callable[[Tensor, Tensor], Tensor]
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Returns the KL estimate k1 (log-prob minus the reference's), but with the gradient of k2, which is half its
-    square. On fresh tokens, this gradient is on average that of the KL divergence; k1's own would be 0 on average."""
+    """Returns the KL estimate k1 (log-prob minus the reference's), but with the gradient of k2 (half the square of k1).
+    On fresh tokens, the gradient of k2 is on average that of the KL divergence; the gradient of k1 is on average 0."""
     away = k2(logprobs, reference)
     return away - away.detach() - _x(logprobs, reference).detach()
 

@@ -117,7 +117,8 @@ class FailedStep:
 
 
 def locate(error: NotFinite, batch: Batch) -> tuple[int | None, str]:
-    """Returns the id of the task (answer) in which the error was found, and its place in words; (None, ""): unknown."""
+    """Returns the id of the task in which the error was found, and the error's place in words; (None, "") if
+    unknown."""
     if error.sample is None:
         return None, ""
     task = [member.task for group in batch.groups for member in group.members][error.sample]
@@ -126,7 +127,7 @@ def locate(error: NotFinite, batch: Batch) -> tuple[int | None, str]:
 
 def save(folder: Path, dump: FailedStepDump, weights: Path) -> Path:
     """Writes a dump, with hard links to the weights beside it, and returns its file. Raises OSError if the batch cannot
-    be written; if the weights cannot be linked, only logs that."""
+    be written. If only the weights cannot be linked, logs a warning."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"step-{dump.batch.step + 1:08d}{SUFFIX}"
     try:
@@ -146,12 +147,14 @@ def read(file: Path) -> FailedStepDump:
         packed = zstandard.decompress(file.read_bytes())
         form = msgspec.msgpack.decode(packed, type=dict)["format"]
         if form != FORMAT:
-            raise UserError(f"{file} has format {form}; this Offbeat reads format {FORMAT}; use the one that wrote it")
+            raise UserError(
+                f"{file} has format {form}; this Offbeat reads format {FORMAT}; use the version that wrote the file"
+            )
         return msgspec.msgpack.decode(packed, type=FailedStepDump, dec_hook=_from_wire)
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}; give a .batch file of a run's broken/") from error
     except (zstandard.ZstdError, msgspec.MsgspecError, KeyError) as error:
-        raise UserError(f"{file} is damaged or no saved batch; give a .batch file of a run's broken/") from error
+        raise UserError(f"{file} is damaged or not a saved batch; give a .batch file of a run's broken/") from error
 
 
 def _to_wire(value: Any) -> Any:

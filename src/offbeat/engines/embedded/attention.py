@@ -4,8 +4,9 @@ Transformers makes no mask for a custom attention function, so there is one only
 mask, the pass is a prefill: rows are whole prompts padded on the right, and causality hides the padding. With a mask (0
 or -inf), the pass is a decode step: each row is one token that attends to its slot.
 
-In a decode step the last rows may read a shorter context than the first ones (`short_context`); they attend separately,
-with their own mask. Query heads that share a KV head are folded into one dimension, so K and V are never repeated.
+In a decode step the last rows may read a shorter context than the first rows (`short_context`). The two parts then
+attend separately, each with its own mask. Query heads that share a KV head are folded into one dimension, so K and V
+are never repeated.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _short_mask: ContextVar[Tensor | None] = ContextVar("short_context", default=Non
 def short_context(mask: Tensor | None) -> Iterator[None]:
     """Tells attention, within the `with` block, that the last rows of a decode step need only a shorter context.
 
-    If `mask` is (n, 1, 1, c), the last n rows use it and need only the first c tokens of their slots. If it is None,
-    all rows read the same context. It goes through a context variable, because models hand only one mask on.
+    A `mask` of shape (n, 1, 1, c) is for the last n rows, which need only the first c tokens of their slots. If it is
+    None, all rows read the same context. It is kept in a context variable, because a model passes only one mask on.
     """
     token = _short_mask.set(mask)
     try:
@@ -130,7 +131,8 @@ def _decode(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scor
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: _Scoring) -> Tensor:
-    """Computes attention by matrix products; scaled `query`: (rows, KV heads, heads per KV head, ..., head dim)."""
+    """Computes attention by matrix products. `query` is scaled, of shape (rows, KV heads, heads per KV head, ..., head
+    dim)."""
     scores = torch.matmul(query, key.transpose(-2, -1))
     if scoring.softcap is not None:
         scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
@@ -156,14 +158,14 @@ def _windowed(mask: Tensor, window: int | None) -> Tensor:
 class KeyValueSlots:
     """Preallocated keys and values of every slot; transformers uses it in place of its own cache and calls `update`.
 
-    Each layer has one tensor for keys and one for values, of shape (slots, KV heads, context, head dim), allocated at
-    the layer's first `update`, so nothing depends on the architecture. On CPUs the context is the innermost dimension
-    of the keys in memory, which makes the product with a few query rows 1.8 times as fast.
+    Each layer has one tensor for keys and one for values, of shape (slots, KV heads, context, head dim). They are
+    allocated at the layer's first `update`, so nothing depends on the architecture. On CPUs the context is the
+    innermost dimension of the keys in memory, which makes the product with a few query rows 1.8 times as fast.
 
-    A forward pass is either a prefill, where each layer attends to the keys and values that it just computed, or a
-    decode step, where one token for each of the first slots is written at its position and attends to its slot.
+    A forward pass is either a prefill or a decode step. In a prefill, each layer attends to the keys and values that it
+    just computed. In a decode step, each of the first slots gets one token, which attends to its slot.
 
-    `keys` and `values` are the tensors of all layers if they exist already; otherwise leave them empty.
+    If the tensors of all layers exist already, they are given as `keys` and `values`.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Forward pass of a decode step: the model itself, or a recording that replays its kernels without Python.
 
 With a small model or few rows, most of a step's time is spent in Python. A recording is two to three times as fast and
-gives the same bits. It is used only on a CPU, only if the model's code did not branch on values or sizes while it was
-traced (torch warns of that), and only if it agrees with the model on inputs of other sizes. A recording reads weights
-and KV in place, so both may change.
+gives the same bits. It is used only on a CPU, and only under two conditions: while traced, the model's code did not
+branch on values or sizes (torch warns of that), and the recording agrees with the model on inputs of other sizes. A
+recording reads weights and KV in place, so both may change.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 
 TORCH = str(Path(torch.__file__).parent)
 ERROR_CHARACTERS = 300
-"""Characters of an error that are logged; the whole text may include a tensor."""
+"""Number of characters of an error to log; the whole text may include a tensor."""
 Forward = Callable[..., Tensor]
-"""Function that returns the logits of a decode step. Arguments, except for `Recomputed`: tokens (rows, 1), positions
-(rows,), mask (rows, 1, 1, read tokens), for a step in two parts also the mask of the rows with a shorter context, all
-layers' keys, and all layers' values."""
+"""Function that returns the logits of a decode step. `Recomputed` takes tokens and positions. Other functions take
+tokens (rows, 1), positions (rows,), the mask (rows, 1, 1, read tokens), all layers' keys, and all layers' values. If
+the last rows read a shorter context, their mask follows the first mask."""
 
 _recording = threading.Lock()
-"""Held while recording: warnings are caught for the whole process, so two engines must not record at once."""
+"""Lock to hold while recording. Warnings are caught for the whole process, so two engines must not record at once."""
 
 
 class DecodeForward:
@@ -81,8 +81,8 @@ class RecordedStep:
 
 
 def recorded(forward: DecodeForward, inputs: Sequence[tuple[Tensor, ...]]) -> Forward:
-    """Returns a recording of `forward`, traced with the first of `inputs` and compared with `forward` on all of them;
-    returns `forward` itself if it cannot be recorded."""
+    """Records `forward` with the first of `inputs`, and compares the results of both on all of them. Returns the
+    recording, or `forward` itself if it cannot be recorded or the results differ."""
     if inputs[0][0].device.type != "cpu":
         return forward
     with _recording, warnings.catch_warnings(record=True) as caught:
@@ -103,16 +103,17 @@ def recorded(forward: DecodeForward, inputs: Sequence[tuple[Tensor, ...]]) -> Fo
 
 @cache
 def _warn(why: str) -> None:
-    """Logs why steps cannot be recorded, each reason only once per process, which may have many engines."""
+    """Logs why steps cannot be recorded. Each reason is logged once, however many engines the process has."""
     log.warning(
-        "embedded engine: steps cannot be recorded, so are slower: %s", " ".join(why.split())[:ERROR_CHARACTERS]
+        "embedded engine: decode steps are slower, because they cannot be recorded: %s",
+        " ".join(why.split())[:ERROR_CHARACTERS],
     )
 
 
 def recorded_in_parts(model: PreTrainedModel, inputs: Sequence[tuple[Tensor, ...]]) -> Forward:
-    """Returns a recording of a decode step whose last rows read a shorter context. It is traced with those of `inputs`
-    that have several rows, changed so that the last row reads half the context. Returns the step itself, unrecorded, if
-    none of `inputs` has several rows or if recording fails."""
+    """Returns a recording of a decode step whose last rows read a shorter context. For tracing, uses those of `inputs`
+    that have several rows, and lets the last row read half the context. Returns the step itself, unrecorded, if none of
+    `inputs` has several rows or if recording fails."""
     forward = DecodeForward(model, num_parts=2)
     # Recording writes keys and values, so it gets copies of the slots.
     halved = [
@@ -150,7 +151,7 @@ def _freezes_a_branch(warning: warnings.WarningMessage) -> bool:
 class Recomputed:
     """Decode step of a model whose attention cannot be replaced: computes every row from its first token on.
 
-    Nothing is cached between steps, so any kind of state that the model has, such as a recurrent one, is right. The
+    Nothing is cached between steps, so this works for any kind of state that a model has, such as a recurrent one. The
     cost grows with the length of the rows. With `picks_logits`, logits are computed only at the positions that any row
     of the batch needs.
     """

@@ -41,9 +41,9 @@ CLOSE_WITHIN_S = 60.0
 class EmbeddedEngine:
     """Implements `offbeat.engines.protocol.Engine`.
 
-    The engine takes over `model`, which must already have its device and dtype. `version` is the number of the version
-    whose weights the model holds; if None, `load` must come before the first `generate`. `base` is the digest of the
-    weights that the model's adapters belong to; None for a model without adapters.
+    The engine takes over `model`, which must already have its device and dtype. `version` is the version whose weights
+    the model holds; None: call `load` before the first `generate`. `base` is the digest of the weights that the model's
+    adapters belong to; None for a model without adapters.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ def _settle(outcomes: Sequence[tuple[Answer, object]]) -> None:
 
 
 def default_fingerprint(model: PreTrainedModel, exact: bool, num_slots: int) -> str:
-    """Returns, as one text, everything that affects the rounding of results; it is stored with every generation."""
+    """Returns a text that names everything that affects the rounding of results; it is stored with every segment."""
     dtype = str(model.dtype).removeprefix("torch.")
     parts = [f"torch-{torch.__version__}", f"transformers-{transformers.__version__}", dtype, model.device.type]
     if exact:  # threads may split a large matrix product in a way that depends on its number of rows

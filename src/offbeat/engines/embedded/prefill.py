@@ -1,7 +1,7 @@
 """Prefill: computes the keys and values of token sequences in slots, batching sequences of similar length.
 
-If a live slot already begins with the same sequence, its keys and values are copied, unless the request wants its own
-(`KvMode.REFILL`). With `exact`, sequences are computed one at a time, padded to a multiple of `MIN_EXACT_ROWS`, so that
+If a live slot already begins with the same sequence, its keys and values are copied, except for a request with
+`KvMode.REFILL`. With `exact`, sequences are computed one at a time, padded to a multiple of `MIN_EXACT_ROWS`, so that
 the result for one sequence does not depend on the others.
 """
 
@@ -63,8 +63,8 @@ class CachedPrompts:
 
 
 PREFILL_TOKENS = 4096
-"""Most tokens, padding included, in one batch of several sequences; a longer sequence is computed by itself. Bounds the
-memory of a batch and the time that live slots wait."""
+"""Largest number of tokens, padding included, in a batch of several sequences; a longer sequence is computed by itself.
+Bounds the memory of a batch and the time that live slots wait."""
 MIN_EXACT_ROWS = 16
 """Multiple to which `exact` pads a sequence: matrix products with fewer rows use other kernels, whose results depend on
 the number of rows and threads."""

@@ -1,8 +1,8 @@
 """Draws one token per row from a matrix of logits, without any stored random state.
 
-The noise of a token is a hash of its request's seed and its response position. So a resumed request draws the tokens
-that it would have drawn without the interruption, it never repeats the noise of its prefix, and a row does not depend
-on the other rows. The hash uses only integer arithmetic, so it is the same on every device.
+The noise of a token is a hash of its request's seed and its response position. So a resumed request draws the same
+tokens as without the interruption and never repeats the noise of its prefix, and rows do not depend on each other. The
+hash uses only integer arithmetic, so it is the same on every device.
 
 Log-probs are those of the model's whole distribution after temperature, even if top-p, top-k or min-p restrict the
 draw. Greedy rows (temperature 0) report the log-prob at temperature 1.
@@ -53,8 +53,8 @@ def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RowSampling:
-    """Sampling parameters, one entry per row. `any_greedy` says whether any row is greedy, `any_filtered` whether any
-    row uses top-p, top-k or min-p; if False, `draw` skips the work for these."""
+    """Sampling parameters, one entry per row. `any_greedy` says whether any row is greedy, and `any_filtered` whether
+    any row uses top-p, top-k or min-p. If there is no such row, `draw` skips the work for it."""
 
     keys: torch.Tensor
     """Noise keys, see `noise_key`."""

@@ -7,9 +7,9 @@ request only when it starts or ends and when weights change.
   first among them, so that only these read a long context (`rules.padding_split`).
 - All known tokens of a request but the last are prefilled; the first decode step feeds the last one. A request that is
   resumed in time continues from the keys and values that it left in its slot (`cached_prefixes`).
-- With `exact` and a fixed number of threads and slots, a token depends on weights, prompt and seed alone, to the bit:
-  every step runs all slots, prompts are prefilled one at a time, and the response of a resumed request is fed token by
-  token, in the same shapes in which it was sampled.
+- With `exact` and a fixed number of threads and slots, a token depends on weights, prompt and seed alone, to the bit.
+  For that, every step runs all slots, and prompts are prefilled one at a time. The response of a resumed request is fed
+  token by token, in the same shapes in which it was sampled.
 - A model whose attention cannot be replaced (`model.usage`) has no KV slots: each step computes its rows from the first
   token on (`decode_forward.Recomputed`).
 """
@@ -54,7 +54,7 @@ SMALL_STEP_FLOPS = 1e9
 class Stepper:
     """Schedules requests over slots. Not thread-safe; must be called under `torch.inference_mode()`.
 
-    `version` is the number of the version whose weights `model` holds; None: call `load` before the first `step`.
+    `version` is the version whose weights `model` holds; None: call `load` before the first `step`.
     `worker` and `fingerprint` are written into every segment.
     """
 
@@ -370,7 +370,7 @@ class Stepper:
         self.cached.add(CachedPrefix(slot, tokens[:num_kept].copy(), num_prompt, running.kv_version, lag))
 
     def _count(self) -> None:
-        """Updates the summary of all live slots that steps use, such as `any_greedy`, so that a step need not read it
+        """Updates the facts about all live slots that steps use, such as `any_greedy`, so that steps need not read them
         from the device. Called when the set or the order of live slots changes."""
         live = self.running.values()
         ways = {running.request.sampling for running in live}  # few distinct settings, even with many requests

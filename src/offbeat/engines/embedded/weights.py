@@ -5,7 +5,7 @@ the model's own tensors; generation stops only for that. Every name, shape and d
 written. For tied tensors, which share memory, one name in the files is enough.
 
 A version that is an adapter replaces the model's adapter. If the adapter belongs to another base than the model's, the
-version must bring that base, which then replaces the model's; otherwise it is refused.
+version must include that base, which then replaces the model's. A version that lacks it is refused.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _to_device(tensor: Tensor, own: Tensor) -> Tensor:
 def _check_names(version: Version, state: Mapping[str, Tensor], found: dict[str, Any], folder: Path) -> None:
     unknown = sorted(set(found) - set(state))
     if unknown:
-        raise EngineError(f"version {version.number}: the model has no tensor {unknown[0]} (missing: {len(unknown)})")
+        raise EngineError(f"version {version.number}: the model has no tensor {unknown[0]} (unknown: {len(unknown)})")
     covered = {_memory(state[name]) for name in found}
     missing = sorted(name for name, tensor in state.items() if _memory(tensor) not in covered)
     if missing:
@@ -120,7 +120,9 @@ def _check_names(version: Version, state: Mapping[str, Tensor], found: dict[str,
 def _check_tensor(version: Version, name: str, tensor: Tensor, stored: Any) -> None:
     shape, dtype = tuple(stored.get_shape()), DTYPES.get(stored.get_dtype())
     if shape != tuple(tensor.shape):
-        raise EngineError(f"version {version.number}: {name} has shape {shape}, in the model {tuple(tensor.shape)}")
+        raise EngineError(
+            f"version {version.number}: {name} has shape {shape}, but the model's has {tuple(tensor.shape)}"
+        )
     if dtype is None or torch.promote_types(dtype, tensor.dtype) != tensor.dtype:
         raise EngineError(
             f"version {version.number}: {name} is {stored.get_dtype()} and would be rounded to {tensor.dtype}; "

@@ -83,14 +83,14 @@ async def probe_interpreter(
     if not found["has"]:
         raise UserError(
             f'rollout.engine = "{engine}": {python} has no package {engine}; install it there, or name the Python of '
-            "an environment that has it by engine.python"
+            "an environment that has it with --engine.python"
         )
     return EngineMachine(python, found["gpus"])
 
 
 def environment(config: Config, ours: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment variables for a server, made from `ours`, those of this process. Leaves out Offbeat's own
-    (OFFBEAT_...) and `UNWANTED`, and adds those that the server needs."""
+    """Returns the environment variables for a server: those of this process (`ours`), without Offbeat's own
+    (OFFBEAT_...) and `UNWANTED`, and with those that the server needs."""
     kept = {name: value for name, value in ours.items() if name not in UNWANTED and not name.startswith("OFFBEAT_")}
     # These turn usage reports off.
     kept.update(VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1")
@@ -121,8 +121,8 @@ def suited(environment: Mapping[str, str], machine: EngineMachine) -> dict[str, 
 
 
 def _devices(first: int, count: int, ours: Mapping[str, str]) -> str:
-    """Returns CUDA_VISIBLE_DEVICES for `count` GPUs from number `first` on. Numbers count the GPUs that this variable
-    lists in `ours` (this process's environment) or, if it is not set there, all GPUs of the machine."""
+    """Returns CUDA_VISIBLE_DEVICES for `count` GPUs from number `first` on. The numbers are indices into the variable's
+    list in `ours` (this process's environment) or, if it is not set there, into all GPUs of the machine."""
     seen = [name for name in ours.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     numbers = range(first, first + count)
     if seen and numbers[-1] >= len(seen):
@@ -134,7 +134,7 @@ def _devices(first: int, count: int, ours: Mapping[str, str]) -> str:
 
 def uses_ipc(config: Config, machine: EngineMachine, *, sees_gpu: bool) -> bool:
     """Whether the server gets weights through GPU memory instead of files. Raises a `UserError` if the configuration
-    asks for that and it is impossible here. `sees_gpu`: this process can use a GPU."""
+    asks for that where it is impossible. `sees_gpu` says whether this process can use a GPU."""
     wanted = config.engine.weights
     why = {
         f'rollout.engine = "{config.rollout.engine}" takes files': config.rollout.engine != "vllm",

@@ -23,7 +23,7 @@ from offbeat.errors import UserError
 HOST = "127.0.0.1"
 SOCKET = "engine"
 MAX_SOCKET_PATH_BYTES = 103
-"""Longest socket path that every operating system allows; Linux allows 4 more."""
+"""Longest socket path that every operating system allows."""
 KEY, NAME = "OFFBEAT_SERVER_KEY", "OFFBEAT_SERVER_NAME"
 """Environment variables of the server; sglang/inside/offbeat_in_sglang.py reads them by the same names."""
 CHECK_WITHIN_S = 5.0

@@ -39,8 +39,8 @@ class ServerEngines:
     has_next = True
 
     def __init__(self, config: Config, name: str, folder: Path, log: Path | None = None):
-        """`name` is the worker's name, and `folder` belongs to it alone. The server's output goes to `log`; None: to a
-        file in `folder`."""
+        """`name` is the worker's name, and `folder` belongs to this worker alone. The server's output goes to `log`;
+        None: to a file in `folder`."""
         self.config, self.name, self.url = config, name, config.engine.url or ""
         self._folder, self._log_file = folder, log or folder / LOG
         self._server: EngineServer | None = None

@@ -44,7 +44,7 @@ class ServerEnded(EngineError):
 
 
 class EngineServer:
-    """An engine's server: one process at a time, which can be started again after `stop`. Call `stop` when done."""
+    """An engine's server, one process at a time. It can be started again after `stop`. Call `stop` when done."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class EngineServer:
         start_within_s: float,
     ):
         """`name` appears in errors. Each start makes a new endpoint and passes the endpoint's options to `command`,
-        which returns the command line. The server starts once the file lock `lock` is free, which is held until an
-        earlier server is gone. Its output is appended to `log`; it is stopped unless it answers in `start_within_s`."""
+        which returns the command line. The server starts once an earlier server is gone and has freed the file `lock`.
+        Its output is appended to `log`. If it does not answer in `start_within_s`, it is stopped."""
         self.name, self.log, self.start_within_s = name, log, start_within_s
         self._command, self._environment, self._lock = command, dict(environment), lock
         self._new_endpoint = new_endpoint
@@ -168,8 +168,8 @@ class EngineServer:
 
 
 def error_line(text: str) -> str:
-    """Returns the last line of a log that names an error, preferably not a mere hint such as "see stack trace"; without
-    such a line, the last line."""
+    """Returns the last line of a log that names an error, preferably one that is not a mere hint, such as "see stack
+    trace". If no line names an error, returns the last line."""
     lines = [PREFIX.sub("", line).strip() for line in text.splitlines()]
     lines = [line for line in lines if line]
     errors = [line for line in lines if ERROR.search(line)]

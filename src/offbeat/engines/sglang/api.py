@@ -41,7 +41,7 @@ INFO_WITHIN_S = 120.0
 FLUSH_WITHIN_S = 10.0
 FLUSH_AGAIN_S = 0.1
 COOL = 0.5
-"""Temperature of a test call: log-probs after temperature differ from one another twice as much here as at 1."""
+"""Temperature of a test call. Log-probs after temperature differ from one another twice as much at 0.5 as at 1."""
 NUM_COMPARED = 8
 MIN_SPREAD = 1e-2
 """Spread (largest minus smallest) below which log-probs differ only by rounding, so that comparing them at two
@@ -206,8 +206,8 @@ class SglangDialect:
             await self._flush()
 
     async def _flush(self) -> None:
-        """Makes the server drop all keys and values; a pause keeps those of prefixes that requests share. The flush
-        option of the load call is not used, because older servers end if that flush fails."""
+        """Makes the server drop all keys and values, because a pause keeps those of prefixes that requests share. The
+        flush option of the load call is not used, because older servers exit if that flush fails."""
         deadline_s = time.monotonic() + FLUSH_WITHIN_S
         while True:
             try:
@@ -284,8 +284,8 @@ class _Event(msgspec.Struct):
 
 
 class _Sample(msgspec.Struct):
-    """Answer to a test call, which samples one token. Holds the log-probs of the likeliest tokens in its place, and the
-    answer's spans (which weights sampled which tokens), which are None if the server reports no spans."""
+    """Answer to a test call, which samples one token: the log-probs of the likeliest tokens in its place, and the spans
+    (which weights sampled which tokens). The spans are None if the server reports none."""
 
     output_top_logprobs: Annotated[list[list[tuple[float | None, int, str | None]]], msgspec.Meta(min_length=1)]
     weight_versions: list[Span] | None = None

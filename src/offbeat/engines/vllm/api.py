@@ -25,7 +25,7 @@ from offbeat.weights.version import Version
 Transfer = FromGpu | FromPath
 EXTENSION = "offbeat_in_vllm.Extension"
 EXTENSION_FOLDER = Path(__file__).parent / "inside"
-"""Folder of the worker extension `EXTENSION`, with which servers are started."""
+"""Folder of `EXTENSION`, the worker extension that servers are started with."""
 ON_CPU_FOLDER = EXTENSION_FOLDER / "on_cpu"
 """Folder added to the PYTHONPATH of a server's processes on a machine without a GPU."""
 WHOLE_PROMPTS = "--no-enable-chunked-prefill"
@@ -38,7 +38,7 @@ CHECK_WITHIN_S = 10.0
 INFO_WITHIN_S = 120.0
 """Deadline of calls during the probe; the first one makes the server inspect its whole machine."""
 NO_LOGPROB = -9998.0
-"""Bound: a log-prob below it means that the server has no log-prob for the token."""
+"""A log-prob below this means that the server has no log-prob for the token."""
 TIED = re.compile(r"tie_word_embeddings['\"]?[:=] *[Tt]rue")
 SPLITS = re.compile(r"enable_chunked_prefill['\"]?[:=] *[Tt]rue")
 START_TIME = re.compile(r"^process_start_time_seconds ([0-9.e+]+)$", re.MULTILINE)
@@ -97,8 +97,8 @@ class VllmDialect:
         """Raises an `EngineError` if a server with this `config` cannot load new versions of the weights correctly."""
         if _is_on_cpu(config) and TIED.search(str(config.get("model_config"))) and not self._has_extension:
             raise EngineError(
-                f"{self.server.url}: vLLM on a CPU would keep the output layer of old weights, because the model's "
-                "output layer shares the embedding's; leave out engine.url, and the worker starts one that updates it"
+                f"{self.server.url}: vLLM on a CPU would keep the output layer of old weights, because that layer "
+                "shares the embedding's weights; leave out engine.url, so that the worker starts a suitable server"
             )
 
     def _refuse_split_prompts(self, config: Mapping[str, Any]) -> None:
@@ -118,7 +118,7 @@ class VllmDialect:
                 raise
             raise EngineError(
                 f"{self.server.url}: this vLLM has no control calls; start it with VLLM_SERVER_DEV_MODE=1 in its "
-                "environment, where only this user can reach it"
+                "environment, at an address that only this user can reach"
             ) from error
 
     async def _can_label(self) -> bool:

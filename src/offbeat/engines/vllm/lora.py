@@ -2,8 +2,8 @@
 
 Every load adds an adapter under a new name, and every call names its adapter. So a call's version is certain, and no
 two loads share keys and values. A running call cannot change its adapter, so it is aborted for a load, and a new call
-continues the request. Replacing an adapter under the same name would be worse: vLLM would read the files at every step,
-and running calls would use the new adapter with the keys and values of the old one.
+continues the request. An adapter is not replaced under the same name: vLLM would read the files at every step, and
+running calls would use the new adapter with the keys and values of the old one.
 
 A server needs `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` in addition to the options in `vllm.api`.
 """
@@ -34,7 +34,7 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 NUM_KEPT = 2
 """Number of adapters in the server's memory: the one in use, and the next one."""
 OURS = "offbeat-adapter-"
-"""Prefix of our adapters' names, by which adapters that a killed worker left behind are found and removed."""
+"""Prefix of our adapters' names. By it, adapters that a killed worker left behind are found and removed."""
 LEAVE_WITHIN_S = 2.0
 
 
@@ -100,8 +100,8 @@ class LoraDialect(VllmDialect):
         return root.samefile(self.base) if root.exists() else self._root == self.model
 
     async def _refuse_fixed(self) -> None:
-        """Raises an `EngineError` if the server cannot load adapters while it runs. To find out, sends a load call
-        without a name, which such a server answers with 404."""
+        """Raises an `EngineError` if the server cannot load adapters while it runs. Such a server answers a load call
+        without a name with 404, any other with 400."""
         try:
             await self.server.send(LOAD, {"lora_name": "", "lora_path": ""})
         except ServerRefused as error:

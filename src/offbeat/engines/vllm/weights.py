@@ -25,7 +25,7 @@ LOAD_WITHIN_S = 600.0
 
 
 class FromPath:
-    """Loads a version by making the server read its files, while the server is paused.
+    """Loads a version by making the server read its files.
 
     The server reads hard links to the files, because the version may be deleted at any moment, and a reload with
     missing files would leave the server without weights.
@@ -72,8 +72,7 @@ UPDATE_WITHIN_S = 120.0
 
 
 class FromGpu:
-    """Loads a version by making the server copy it from this process's memory on the same GPU, by vLLM's CUDA IPC
-    transfer.
+    """Loads a version by making the server copy it from GPU memory of this process, with vLLM's CUDA IPC transfer.
 
     `stage` reads the files into GPU memory, which needs room for a second copy of the weights. The server must be
     started with `--weight-transfer-config '{"backend": "ipc"}'`, use only this GPU, and trust its callers, because it

@@ -80,7 +80,8 @@ class PacedEngine:
 
     @property
     def metrics(self) -> EngineMetrics:
-        """Metrics up to the last event, such as a load or the end of a request; the next one adds the steps between."""
+        """Metrics up to the last event, such as a load or the end of a request. The next event adds the steps between
+        the two."""
         return self._paced.metrics
 
     async def generate(self, request: Request) -> Generation:
@@ -141,7 +142,7 @@ class PacedEngine:
         return max(self._clock(), self._reached_s)
 
     async def _drive(self) -> None:
-        """Sleeps until the next event, carries it out, and so on; an error is raised at every waiting caller."""
+        """Carries out one event after another and sleeps in between; on an error, all waiting callers get it."""
         try:
             while self._ended is None and (due_s := self._paced.due_s()) is not None:
                 await self._sleep_until(due_s)
@@ -237,7 +238,7 @@ class PacedClock:
     their arrival, then waiting requests take free slots. Until one of these events happens, all steps take the same
     time, so the time of the next event is computed directly: `due_s` returns it, and `advance` carries the event out. A
     load stops all steps; afterwards all running requests are prefilled again. A resumed request is prefilled only
-    beyond its cached prefix, unless a load came in between.
+    beyond its cached prefix, or in whole if there was a load in between.
     """
 
     def __init__(self, settings: PacedSettings, version: int | None, worker: str, fingerprint: str):
@@ -396,7 +397,8 @@ class PacedClock:
 
     def _num_to_prefill(self, request: Request) -> int:
         """Returns how many tokens of a request must be prefilled, and takes its prefix out of the cache. Without a
-        cached prefix, all are. Otherwise, those after it are, except the last token, which the first step processes."""
+        cached prefix, these are all tokens; otherwise the tokens after it, except the last, which the first step
+        processes."""
         prefix = None if self.version is None else self._cached.find(request, self.version)
         if prefix is None:
             return len(request.tokens)

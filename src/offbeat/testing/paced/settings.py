@@ -13,7 +13,7 @@ from offbeat.testing.paced import noise
 
 class LengthModel(Protocol):
     """Decides how many tokens an answer has, including its stop token. The number depends only on the task's seed, so
-    that an unfinished answer ends at the same token on whichever worker continues it."""
+    an unfinished answer ends at the same token whichever worker continues it."""
 
     def num_tokens(self, seed: int) -> int: ...
 
@@ -46,8 +46,7 @@ class PacedSettings:
     """Settings of a paced engine.
 
     A decode step takes `base_s + per_row_s * rows` seconds, and a prefill `prefill_s` per token, both divided by
-    `speed`. Of a new request, only the tokens after its cached prefix are prefilled. After a load, all running requests
-    are prefilled again.
+    `speed`.
     """
 
     num_slots: int = 32
@@ -63,7 +62,7 @@ class PacedSettings:
     exact: bool = True
     """Value to report as `Capabilities.exact`; the engine itself is always exact."""
     splits_by_version: bool = True
-    """False: refuse loads while requests run, like an engine that cannot split."""
+    """False: refuse loads while requests run, like an engine that cannot split answers."""
 
     def __post_init__(self) -> None:
         for name, least in (("num_slots", 1), ("max_context_tokens", 2), ("vocab_size", 2)):

@@ -1,7 +1,8 @@
 """Examines this machine for one configuration; each `check_…` returns findings in the order of the report.
 
 Importing torch, writing to the disk, and asking another Python or a server may hang or crash. So they run in processes,
-which are killed at a deadline or when the doctor is interrupted. A probe without an answer is a finding too.
+which are killed at a deadline or when the doctor is interrupted. If such a process gives no answer, that is a finding
+too.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def version(name):
 
 print(json.dumps({name: version(name) for name in ("vllm", "sglang") if importlib.util.find_spec(name)}))
 """
-"""Program that the engine's Python runs, which may have no packages at all."""
+"""Program for the engine's Python, which may have no packages; so it imports only the standard library."""
 
 
 class ProbeFailed(OffbeatError):
@@ -111,8 +112,8 @@ async def examine(
 async def probe(
     about: str, config: Config, url: str, parameters: int, within_s: float, remedy: str = ""
 ) -> list[Finding]:
-    """Runs the check named `about` of `offbeat.tools.doctor.probes` in a process and returns its findings. If it fails,
-    that is the only finding, with `remedy` as advice. `parameters` is the model's size."""
+    """Runs the check named `about` of `offbeat.tools.doctor.probes` in a process and returns its findings. If the check
+    fails, the failure is the only finding, with `remedy` as advice. `parameters` is the model's size."""
     command = (sys.executable, "-P", "-m", "offbeat.tools.doctor.probes", about, url, str(parameters))
     try:  # the configuration goes to standard input: every user of the machine can read command lines
         return TypeAdapter(list[Finding]).validate_json(await ask(command, within_s, json.dumps(resolved(config))))
@@ -284,7 +285,7 @@ def check_ports(config: Config) -> Iterator[Finding]:
 
 
 def _listen(host: str, port: int) -> str:
-    """Tries to listen on a port, for a moment; returns the error, empty if it worked."""
+    """Listens on a port for a moment; returns the error, or "" if that worked."""
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
@@ -293,8 +294,8 @@ def _listen(host: str, port: int) -> str:
 
 
 def check_model(path: str) -> tuple[Finding, int]:
-    """Checks a model by the headers of its files, or asks the hub for one that is not downloaded yet; also returns its
-    number of parameters, 0 if unknown."""
+    """Checks a model by the headers of its files; asks the hub about a model that is not downloaded yet. Returns the
+    finding and the number of parameters (0 if unknown)."""
     try:
         parameters = num_parameters(path) or 0
         folder = cached_folder(path) if is_hub_name(path) else resolve(path)

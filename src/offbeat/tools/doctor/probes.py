@@ -100,7 +100,7 @@ def check_device(device: torch.device, *, is_used: bool) -> Iterator[Finding]:
 def check_memory(
     config: Config, parameters: int, device: str, free: int, total: int, *, starts_server: bool
 ) -> Finding:
-    """Checks that the device has the memory that training needs, besides what an engine's server on it would take."""
+    """Checks that the device has enough memory for training, besides the share that an engine's server on it takes."""
     parts = training_bytes(config, parameters, on_gpu=device != "cpu")
     needed = sum(parts.values())
     left = int(total * (1 - config.engine.memory_share))
@@ -119,11 +119,12 @@ def check_memory(
 
 
 def training_bytes(config: Config, num_parameters: int, *, on_gpu: bool) -> dict[str, int]:
-    """Returns the minimum memory of trainer and embedded engine on one device by kind, besides activations and KV."""
+    """Returns the least memory that trainer and embedded engine need on one device, besides activations and KV, as
+    bytes by purpose."""
     dtype = "bfloat16" if config.model.dtype == "auto" and on_gpu else config.model.dtype
     weights, has_engine = BYTES_PER_PARAMETER[dtype] * num_parameters, config.rollout.engine == "embedded"
     engine = {"engine": weights} if has_engine else {}
-    if config.model.lora_rank:  # frozen, and also the reference; adapters are too small to count
+    if config.model.lora_rank:  # the frozen weights also serve as the reference; adapters are too small to count
         return {"weights": weights, **engine}
     state = {"weights": FLOAT_BYTES * num_parameters + weights * (dtype == "bfloat16")}
     state |= {"optimizer": 2 * FLOAT_BYTES * num_parameters, "gradients": FLOAT_BYTES * num_parameters}
@@ -220,7 +221,9 @@ async def _facts(url: str) -> Facts:
             if path == "/continue_generation":  # workers always send it, because SGLang does not report pauses
                 return None
             if path not in ("/generate", "/inference/v1/generate"):
-                raise EngineError(f"{self.url}: the server is paused; a worker loads weights or died; try again soon")
+                raise EngineError(
+                    f"{self.url}: the server is paused, because a worker is loading weights or has died; try again soon"
+                )
             return await super().post(path, body, **options)
 
     server = ReadOnlyServer(url, api_key=os.environ.get(KEY_VARIABLE))
@@ -231,7 +234,7 @@ async def _facts(url: str) -> Facts:
 
 
 async def _dialect(server: Server) -> Dialect:
-    """Finds out whether a server runs SGLang or vLLM: each answers some request as no other engine does."""
+    """Finds out whether a server runs SGLang or vLLM, by a request that no other engine answers in the same way."""
     from offbeat.engines.http_calls import ServerAway, ServerRefused
     from offbeat.engines.sglang.api import SglangDialect
     from offbeat.engines.vllm.api import VllmDialect
@@ -255,11 +258,11 @@ def compare_server(config: Config, url: str, facts: Facts) -> Iterator[Finding]:
     text = f"{facts.fingerprint} at {url}, {facts.max_context_tokens:,} tokens of context"
     yield Finding("server", text, works=works)
     is_wrong = not facts.is_tempered and rollout.temperature != 1
-    text = f"those {'after' if facts.is_tempered else 'before'} temperature"
+    text = f"computed {'after' if facts.is_tempered else 'before'} temperature"
     remedy = "--rollout.temperature 1, or start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
     yield judged("log-probs", text, bad=is_wrong, remedy=remedy, level=Level.STOPS)
-    spans = "with spans" if facts.has_spans else "without spans: a request ends at every load, and continues after it"
-    yield Finding("weights", f"{spans}; {'' if facts.has_labels else 'no '}labels; KV {', '.join(modes)}")
+    spans = "known for each token" if facts.has_spans else "known for each call, so that a load interrupts all calls"
+    yield Finding("weights", f"{spans}; {'' if facts.has_labels else 'not '}labelled; KV {', '.join(modes)}")
     if facts.max_context_tokens < context:
         text = f"rollout.max_prompt_tokens + rollout.max_new_tokens = {context:,}; the server's limit is lower"
         remedy = f"start the server for {context} tokens (vLLM: --max-model-len, SGLang: --context-length)"
