@@ -4,11 +4,11 @@ Offbeat's training step beside two steps written with transformers and torch alo
 same 128 answers of uneven length, with random weights in bfloat16 in the shape of a real model:
 
 - plain: padded micro-batches of eight answers, sorted by length;
-- varlen: packed rows, torch's kernel for sequences of uneven length, logits in chunks; and the same with compiled layers;
+- varlen: packed rows, torch's kernel for sequences of uneven length, logits in chunks, layers compiled or not;
 - TRL: its own trainer on given answers, at the fastest settings that fit.
 
-Offbeat runs with several sizes of micro-batches, and with gradient checkpointing. Each round builds every model anew, so
-a memory peak is that of one way alone. Steps after the first are timed, since compiling takes place in the first.
+Offbeat runs with several sizes of micro-batches, and with gradient checkpointing. Each round builds every model anew,
+so a memory peak is that of one way alone. Steps after the first are timed, since the first one compiles.
 
 Figures are answer tokens per second of whole steps, the peak of allocated memory, and the share of the card's peak
 that the FLOP of Offbeat's rows are. The varlen baseline computes each prompt eight times; Offbeat once a row. A quick
