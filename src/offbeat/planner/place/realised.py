@@ -55,8 +55,8 @@ def _slowest(fabric: NodeFabric, stages: Stages) -> dict[frozenset[str], float]:
 
 
 def load(fabric: NodeFabric, stage: Sequence[Group], following: Sequence[Group]) -> float:
-    """Seconds that each byte sent from a pipeline stage to the `following` stage takes up at the busiest node or shared
-    link: the inverse of the rate between the stages. 0 if all bytes stay inside nodes."""
+    """Seconds per byte from a pipeline stage to the `following` stage, as limited by the busiest node or shared link;
+    0 if all bytes stay inside nodes."""
     pairs = Counter((one.node, other.node) for one, other in zip(stage, following, strict=True))
     sent, received, shared = defaultdict[str, float](float), defaultdict[str, float](float), 0.0
     for (one, other), count in pairs.items():
