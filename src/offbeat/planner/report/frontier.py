@@ -124,8 +124,8 @@ def frontier_page(
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<style>{STYLE}</style></head><body><h1>{html.escape(title)}</h1>"
-        f"<p>Each point is the cheapest plan for its throughput. A line has at most {NUM_POINTS} points; between two of "
-        "them it shows the throughput of the cheaper plan. A class alone has as many nodes as the price of the whole "
+        f"<p>Each point is the cheapest plan for its throughput. A line has at most {NUM_POINTS} points; between two "
+        "points it shows the throughput of the cheaper plan. A class alone has as many nodes as the price of the whole "
         "inventory buys. Rates are computed before nodes are chosen; <code>offbeat plan</code> chooses nodes and may "
         "report slightly lower rates.</p>"
         f"{figure(title, points, fleets, split)}{missing}{SPLIT_TOLD if split else ''}{_table(lines)}</body></html>\n"
