@@ -16,11 +16,11 @@ class Shape:
     num_heads: int
     num_kv_heads: int
     num_tokens: int
-    """In its vocabulary."""
+    """Size of the vocabulary."""
 
     @property
     def num_parameters(self) -> int:
-        """Norms and biases left out."""
+        """Number of parameters without norms and biases."""
         head = self.hidden // self.num_heads
         attention = 2 * self.hidden * (self.hidden + head * self.num_kv_heads)
         return self.num_tokens * self.hidden + self.num_layers * (attention + 3 * self.hidden * self.inner)
@@ -49,4 +49,4 @@ SHAPES = {
     "135m": Shape(576, 1536, 30, 9, 3, 49152),
     "1.5b": Shape(1536, 8960, 28, 12, 2, 151936),
 }
-"""The second is SmolLM2-135M's, the third Qwen2.5-1.5B's."""
+"""Shapes by name: `135m` is that of SmolLM2-135M, `1.5b` that of Qwen2.5-1.5B."""
