@@ -1,12 +1,12 @@
 """The trainer's speed on one GPU: `python -m benchmarks.train_speed [--quick] [--accelerator NAME]`.
 
-Offbeat's training step beside a plain step with transformers, on the same answers of uneven length, in a 1.5B model's
-shape with random weights in bfloat16. Offbeat runs with micro-batches of two sizes and with gradient checkpointing; the
-plain step pads eight answers at a time, as they come and sorted by length. The fastest of each side are compared. Each
-round builds every model anew, so a memory peak is that of one way alone.
+Compares Offbeat's training step with a plain step with transformers, on the same answers of uneven length, in the shape
+of a 1.5B model with random weights in bfloat16. Offbeat runs with micro-batches of two sizes and with gradient
+checkpointing. The plain step pads eight answers at a time, in given order and sorted by length. The fastest way of each
+side counts. Each round builds every model again, so a memory peak is that of one way alone.
 
-Figures are answer tokens per second of whole steps, the share of the card's peak that the needed FLOP are
-(`step_flops`), and the peak of allocated memory. A quick run trains a tiny shape on the CPU and decides nothing.
+Figures are answer tokens per second of whole steps, the needed FLOP (`step_flops`) as a share of the card's peak, and
+the peak of allocated memory. A quick run trains a tiny shape on the CPU and decides nothing.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def timed(step: Step, samples: Sequence[Sample], device: torch.device) -> Measur
 
 
 def seconds_of(found: Rounds, *, ours: bool) -> list[float]:
-    """Seconds of a step by round, of the fastest way on one side; empty where none had memory enough."""
+    """Returns the seconds of a step by round for the fastest way of one side; empty if all ran out of memory."""
     side = [results for way, results in found.items() if (way.microbatch_tokens is not None) == ours]
     complete = [[one.step_s for one in results if one] for results in side if all(results)]
     return min(complete, key=statistics.median, default=[])
@@ -143,7 +143,7 @@ def rows_of(found: Rounds, num_tokens: int, flops: float, peak_flops: float | No
 
 
 def peak_of(device: torch.device, called: str | None) -> float | None:
-    """Dense bf16 FLOP per second of the card, by the planner's catalogue; None where it is not listed."""
+    """Returns the card's dense bf16 FLOP per second from the planner's catalogue; None if the card is not in it."""
     gpu = torch.cuda.get_device_name(device).lower().removeprefix("nvidia ").split()[0] if device.type == "cuda" else ""
     name = called or gpu
     return hardware.accelerator(name).flops if hardware.is_known(name) else None

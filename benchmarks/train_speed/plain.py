@@ -1,4 +1,4 @@
-"""A training step as one would write it with transformers and torch alone: padded micro-batches, GRPO, AdamW."""
+"""A simple training step with transformers and torch alone: padded micro-batches, GRPO, AdamW."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offbeat.trainer.packing import Sample
 
 
 class PlainTrainer:
-    """Trains a few answers at a time, padded to the longest; `by_length` puts those of like length together."""
+    """Trains a few answers at a time, padded to the longest; `by_length` batches answers of similar length."""
 
     def __init__(self, model: PreTrainedModel, samples_per_microbatch: int, lr: float, *, by_length: bool):
         self.model, self.samples_per_microbatch, self.by_length = model, samples_per_microbatch, by_length
@@ -22,7 +22,7 @@ class PlainTrainer:
         self.optimizer = torch.optim.AdamW(self.parameters, lr, weight_decay=0.0, fused=True)
 
     def step(self, samples: Sequence[Sample]) -> float:
-        """One update on a batch; returns the norm of its gradient."""
+        """Makes one update on a batch; returns the norm of its gradient."""
         rewards, groups = np.array([(sample.reward, sample.group) for sample in samples]).T
         advantages, num_tokens = group_normalised(rewards, groups), sum(sample.num_tokens for sample in samples)
         order = sorted(range(len(samples)), key=lambda i: samples[i].num_tokens if self.by_length else i)

@@ -35,7 +35,7 @@ QUICK = Size("tiny", 4, 4, 8, 24, 96, (1024, 512), rounds=2)
 
 
 def batch(size: Size, seed: int = 1) -> list[Sample]:
-    """Random tokens and rewards; log-probs are those of a model that finds all tokens alike."""
+    """Returns random tokens and rewards, with the log-probs of a model for which all tokens are equally likely."""
     rng, num_tokens = np.random.default_rng(seed), SHAPES[size.shape].num_tokens
     samples = []
     for group in range(size.num_groups):
@@ -49,7 +49,7 @@ def batch(size: Size, seed: int = 1) -> list[Sample]:
 
 
 def new_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """The same random weights at each call."""
+    """Makes a model, with the same random weights at each call."""
     torch.manual_seed(0)
     with device:
         model = Qwen2ForCausalLM._from_config(Qwen2Config.from_dict(shape.config()), dtype=dtype)
