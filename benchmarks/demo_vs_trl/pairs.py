@@ -151,7 +151,7 @@ def curves_of(runs: Sequence[Run], judge: HeldOut, start: float) -> list[Curve]:
 
 
 def samples_bar(trl: Sequence[Curve], offbeat: Sequence[Curve], *, quick: bool) -> tuple[report.Bar, dict[str, Any]]:
-    """Returns the bar for the mean samples to the common threshold, Offbeat's over TRL's, with the spread of repeats."""
+    """Returns the bar for mean samples to the common threshold, Offbeat's over TRL's, with the spread of repeats."""
     threshold = common_threshold([*trl, *offbeat])
     theirs, ours = ([curve.crossing(threshold) for curve in curves] for curves in (trl, offbeat))
     ratios = [b / a for a, b in zip(theirs, ours, strict=True)]

@@ -6,8 +6,8 @@ invariants or raises `SegmentError` and changes nothing:
 - each segment starts where the previous one ended, and no segment is empty;
 - a `sampled` segment has one finite float32 log-prob <= 0 per token, a version and a `kv_version` <= version;
   a `given` segment has none of these and is never trained on;
-- each of its further named arrays has one row of numbers per token; the number of arrays and the size of their rows are
-  limited;
+- every other array of a segment has a name and one row of numbers per token; the number of arrays and the size of their
+  rows are limited;
 - a segment's version is lower than that of the sampled segment before it by at most `max_version_drop`;
 - the response has at most `max_new_tokens` tokens, and no segment follows the end.
 

@@ -42,8 +42,8 @@ def _join(asked: str, url: str) -> str:
 
 def _far_url(url: str, address: Address) -> str:
     """Returns the URL at which other machines reach the coordinator. Its host is the configured one. If the certificate
-    is not for that host, or if the coordinator listens at all addresses, it is the first name in the certificate, or
-    without a certificate this machine's first address. Behind a proxy it is `HOST`, because it is unknown."""
+    is not for that host, or if the coordinator listens at all addresses, the host is the first name in the certificate
+    or, without a certificate, this machine's first address. Behind a proxy the host is unknown, so it is `HOST`."""
     if address.behind_proxy:
         return f"https://{HOST}"
     names = [] if address.certificate is None else certificate_names(address.certificate)

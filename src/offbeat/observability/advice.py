@@ -18,8 +18,9 @@ FIRST_STEPS, MIN_ANSWERS = 3, 24
 """Steps and answers after which a reward that never varied is a finding: at a success rate of one in ten, 24 answers
 are all wrong in 8 % of runs."""
 STEPS, FEW_STEPS, MANY_STEPS = 5, 3, 10
-"""Numbers of consecutive bad steps that make a finding. `FEW_STEPS` is for figures that hardly vary by chance,
-`MANY_STEPS` for figures that may look bad for a while in a healthy run, such as the entropy, `STEPS` for all others."""
+"""Numbers of consecutive bad steps that make a finding. `FEW_STEPS` is for figures that hardly vary by chance.
+`MANY_STEPS` is for figures that may look bad for a while in a healthy run, such as the entropy. `STEPS` is for all
+others."""
 LOW_SIGNAL = 0.05
 """Share of samples with an advantage below which a step teaches next to nothing."""
 SOLVED = 0.1

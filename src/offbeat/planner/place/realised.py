@@ -81,8 +81,8 @@ def lags_s(fabric: NodeFabric, senders: Senders, num_bytes: float) -> dict[str, 
 def slowed(
     problem: PlanningProblem, gang: Gang, step_s: float, lags_s: Mapping[str, float], by: float = ROUNDING
 ) -> PlanningProblem:
-    """Returns the problem with the step of `gang` raised to `step_s` and the lags of its versions to `lags_s` (by
-    rollout class), each only if it grows by more than the share `by`. Returns the same object if nothing grows."""
+    """Returns the problem with the longer times `step_s` of the gang's step and `lags_s` (by rollout class) of its
+    versions. A time is replaced only if it grows by more than the share `by`. Returns the same object if none grows."""
     relays = {*gang.nodes, *lags_s} if problem.demand.bound else ()
 
     def is_worse(column: RolloutColumn) -> bool:

@@ -116,9 +116,9 @@ def efficient_gangs(
     own: Sequence[Sequence[str]],
     columns: Sequence[Sequence[RolloutColumn]],
 ) -> tuple[tuple[Gang, ...], dict[str, str]]:
-    """Returns the training gangs that fit the offered nodes and that no other gang beats, and for each beaten gang the
-    name of one that beats it. A gang beats another if it is as good in nodes, period, delays of versions and memory
-    kept for training state, and has no fewer home nodes (own nodes shared with replicas).
+    """Returns the training gangs that fit the offered nodes and that no other gang beats. Also returns, for each beaten
+    gang, the name of one that beats it. A gang beats another if it is as good in nodes, period, delays of versions and
+    memory kept for training state, and has at least as many home nodes (own nodes shared with replicas).
 
     `nodes_of` returns an array of gangs x classes. `own` holds the home classes, each as a tuple of one name. `columns`
     holds the equal replica shapes of each rollout column."""
@@ -152,7 +152,7 @@ def efficient_gangs(
 
 def _lost(columns: Sequence[RolloutColumn], sources: set[Source], relays: frozenset[str]) -> dict[Source, Floats]:
     """Returns for each source of versions the delays in seconds by which sources are compared: first the blocking times
-    of all columns for which they differ between sources, then all distinct lags."""
+    of columns, if they differ between sources, then all distinct lags."""
     order, roots = list(sources), sorted({root for root, _ in sources})
     blocking = np.array([[one.blocking_s[root] for one in columns] for root in roots]).reshape(len(roots), -1)
     blocking = blocking[:, (blocking != blocking[:1]).any(axis=0)]
@@ -442,8 +442,8 @@ def _check(problem: PlanningProblem) -> None:
 
 
 def _columns_of(problem: PlanningProblem, offer: str, *, is_home: bool = False) -> list[RolloutColumn]:
-    """Returns the columns (replica shapes) on rented nodes of the class `offer` or, with `is_home`, those on nodes of
-    this class that also train, which exist only with staleness bound 0."""
+    """Returns the columns (replica shapes) on rented nodes of the class `offer`. With `is_home`, returns those on nodes
+    of this class that also train; there are none if the staleness bound is above 0."""
     if is_home and problem.demand.bound:
         return []
     return [column for column in problem.rollout if column.offer == offer and column.is_home == is_home]
