@@ -1,4 +1,4 @@
-"""Benchmarks: `python -m benchmarks.NAME [--quick]`, each with targets that it should reach."""
+"""Benchmarks, each with targets that it should reach: `python -m benchmarks.NAME [--quick]`."""
 
 import os
 

@@ -1,7 +1,7 @@
 """Runs the benchmarks in turn and prints their bars in one table: `python -m benchmarks [NAME ...] [--full]`.
 
-Each is `python -m benchmarks.NAME [--quick]`, whose last line is JSON with `bars`: a map from a name to
-`{value, target, holds}`. A missed bar stays in the table; only a benchmark that breaks makes this fail.
+Each benchmark is run as `python -m benchmarks.NAME [--quick]`. Its last line is JSON with `bars`, a map from a name to
+`{value, target, holds}`. The exit status is 1 only if a benchmark fails to run, not if it misses a target.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.report import REPOSITORY
 
 QUICK_LIMIT_S = 180.0
-"""A quick form should end within a minute; a busy machine may take three times as long."""
+"""Time limit of a quick form, which should end within a minute; a busy machine may take three times as long."""
 FULL_LIMIT_S = 4 * 3600.0
 HOLDS = {True: "yes", False: "NO", None: "-"}
 
@@ -51,12 +51,12 @@ def main() -> int:
 
 
 def available() -> list[str]:
-    """Names of the folders here that can be run."""
+    """Names of the benchmarks in this folder."""
     return sorted(file.parent.name for file in Path(__file__).parent.glob("*/__main__.py"))
 
 
 def run(name: str, *, quick: bool) -> dict[str, Any] | None:
-    """The JSON of a benchmark's last line, or None if it broke; its output is shown then."""
+    """Runs a benchmark and returns the JSON of its last line. If it fails, prints its output and returns None."""
     command = [sys.executable, "-m", f"benchmarks.{name}", *(["--quick"] if quick else [])]
     limit_s = QUICK_LIMIT_S if quick else FULL_LIMIT_S
     try:

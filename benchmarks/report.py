@@ -1,8 +1,8 @@
-"""What every benchmark prints: a table for people, then one line of JSON.
+"""The output of every benchmark: a table for people, then one line of JSON.
 
-The JSON holds `bars`, a map from a name to `{value, target, holds, spread}`, next to the benchmark's raw figures, the
-commit, the machine's cores and its accelerator. A missed target stays visible as `holds: false`; a quick run says
-`holds: null` where its few repetitions lie too near the target to tell.
+The JSON holds `bars`, a map from a name to `{value, target, holds, spread}`, the benchmark's raw figures, the commit,
+and the machine's cores and accelerator. `holds` is false for a missed target, and null if the few repetitions of a
+quick run lie too near the target to decide.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Unmeasured:
-    """A bar for which this machine lacks something."""
+    """A target without a figure, because this machine lacks something that the measurement needs."""
 
     target: float
     value: None = None
@@ -48,18 +48,18 @@ class Unmeasured:
 
 
 QUICK_FACTOR = 1.6
-"""By how much all repetitions of a quick run must clear or miss the target to decide: on busy cores, two quick runs
-gave 9.2 and 5.8 for one and the same ratio."""
+"""Factor by which all repetitions of a quick run must exceed or miss the target to decide. On busy cores, two quick
+runs gave 9.2 and 5.8 for the same ratio."""
 
 
 def at_least(target: float, values: Sequence[float], *, quick: bool) -> Bar:
-    """The median of repeated runs against a lower bound."""
+    """Compares the median of repeated runs with a lower bound."""
     holds = statistics.median(values) >= target
     return _bar(target, values, _decided(target, values, holds, quick))
 
 
 def at_most(target: float, values: Sequence[float], *, quick: bool) -> Bar:
-    """The median of repeated runs against an upper bound."""
+    """Compares the median of repeated runs with an upper bound."""
     holds = statistics.median(values) <= target
     return _bar(target, values, _decided(target, values, holds, quick))
 
@@ -74,7 +74,7 @@ def _bar(target: float, values: Sequence[float], holds: bool | None) -> Bar:
 
 
 def machine() -> dict[str, Any]:
-    """Where and from what the figures come."""
+    """Describes the machine and the commit that produced the figures."""
     return {
         "commit": _commit(),
         "cores": os.cpu_count(),
@@ -91,7 +91,7 @@ def show(
     bars: Mapping[str, Bar | Unmeasured],
     **raw: Any,
 ) -> None:
-    """Prints the table, the bars, and everything again as one line of JSON."""
+    """Prints the table and the bars, then everything as one line of JSON."""
     console = Console()
     table = Table(title=name, title_justify="left")
     for column, title in enumerate(header):
@@ -119,7 +119,8 @@ def say(name: str, text: str) -> None:
 
 @contextmanager
 def scratch(name: str) -> Iterator[Path]:
-    """A temporary folder on the repository's disk; `/tmp` may be memory, where writing and syncing cost nothing."""
+    """Makes a temporary folder on the repository's disk. `/tmp` may be memory, where writing and syncing cost
+    nothing."""
     cache = REPOSITORY / ".cache"
     cache.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix=f"{name}-") as folder:
@@ -127,7 +128,7 @@ def scratch(name: str) -> Iterator[Path]:
 
 
 def _commit() -> str | None:
-    """The commit at hand, marked when the tree differs from it; None outside a checkout."""
+    """Returns the current commit, with a "+" if tracked files differ from it; None outside a checkout."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(REPOSITORY), *arguments]

@@ -1,7 +1,7 @@
-"""Trainer and embedded engine beside transformers' own code, on every causal architecture that transformers has.
+"""Compares trainer and embedded engine with transformers' own code, on every causal architecture in transformers.
 
 Each architecture is made tiny and random (see `tiny`) and compared (see `compare`): it agrees, or it is refused in one
-line. What could not be built is listed with its error. Nothing here is timed, so two models are tried at once.
+line. Architectures that could not be built are listed with their errors. Nothing is timed, so two models run at once.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def show(results: Sequence[Result], *, is_part: bool, **raw: Any) -> None:
-    """Prints the table and the bars; `is_part` says that the architectures were chosen."""
+    """Prints the table and the bars. `is_part`: whether only some architectures were chosen."""
     built = [result for result in results if result.error is None]
     refused = [result for result in built if "refused" in result.statuses]
     disagreeing = [result.name for result in built if "disagrees" in result.statuses]

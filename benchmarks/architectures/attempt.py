@@ -1,4 +1,4 @@
-"""Tries architectures out in processes of their own: each within its share of processor time."""
+"""Tries architectures in separate processes, each within a limit of CPU time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.architectures.compare import Result, engine, judge, trainer
 
 NUM_PROCESSES = 2
 LIMIT_CPU_S = 60.0
-"""Processor time for one architecture: most take a second or two, and one builds tables of its real size."""
+"""Limit of CPU time for one architecture. Most take a second or two; one builds tables of its real size."""
 
 
 def attempt(names: Sequence[str]) -> list[Result]:
@@ -52,7 +52,7 @@ def try_out(name: str) -> Result:
 
 @contextmanager
 def _limited() -> Iterator[None]:
-    """Raises within the block once it has used its processor time: a busy machine does not count."""
+    """Raises an error in the block once it has used its CPU time; time waiting for a busy machine does not count."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"not done after {LIMIT_CPU_S:.0f} s of processor time")

@@ -1,8 +1,8 @@
-"""A tiny model in the trainer and in the embedded engine, beside transformers' own code on the same weights.
+"""Compares a tiny model in the trainer and in the embedded engine with transformers' own code on the same weights.
 
 Samples and requests are uneven on purpose: prompts of one token, answers longer than any window, groups that share a
-prompt, a request that is cut and carried on. An answer of the engine is compared by its log-probs: those of the model's
-own forward pass over the very tokens that were sampled.
+prompt, a request that is cut and continued. An answer of the engine is compared by its log-probs, with those of the
+model's own forward pass over the sampled tokens.
 """
 
 from __future__ import annotations
@@ -26,41 +26,41 @@ from offbeat.trainer.policy import AdamSettings, Policy
 from offbeat.trajectory import Sampling
 
 MAX_GAP = 1e-4
-"""Of log-probs; and of gradients, over the largest of them."""
+"""Largest accepted difference of log-probs, and of gradients relative to the largest gradient."""
 GROUPS = ((1, (9, 14)), (5, (3, 12, 1)), (17, (8,)))
 """Prompt length, and the lengths of its answers."""
 REQUESTS = ((44, 12), (1, 14), (1, 13), (2, 12), (12, 8), (7, 3))
 """Prompt length, and how many tokens are sampled."""
 NUM_SLOTS, NUM_EXACT_SLOTS = 4, 16
 CUT_AFTER_STEPS = 10
-"""Rows of one token are longer than the window by then."""
+"""Number of steps after which requests are cut; rows with prompts of one token are then longer than the window."""
 
 MakeModel = Callable[[], PreTrainedModel]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How one part of Offbeat did with one model."""
+    """Verdict on one part of Offbeat with one model."""
 
     status: str
-    """agrees, refused, disagrees or fails."""
+    """One of agrees, refused, disagrees and fails."""
     way: str = ""
-    """How it ran the model."""
+    """Way in which the part ran the model."""
     gap: float | None = None
     """The largest difference from the model's own code."""
     why: str = ""
-    """What was said where it was refused, or what went wrong."""
+    """Text of the refusal or of the error."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one architecture."""
+    """Result of one architecture."""
 
     name: str
     kind: str
-    """Its class in transformers."""
+    """Name of its class in transformers."""
     error: str | None
-    """Why no tiny model could be made."""
+    """Reason that no tiny model could be made; None if one was made."""
     trainer: Verdict | None = None
     engine: Verdict | None = None
 
@@ -70,7 +70,8 @@ class Result:
 
 
 def judge(try_it: Callable[[], Verdict]) -> Verdict:
-    """A refusal is one line; everything else that is raised is a failure."""
+    """Runs a comparison and returns its verdict. An `OffbeatError` of one line is a refusal; other errors are
+    failures."""
     try:
         return try_it()
     except OffbeatError as error:
@@ -81,7 +82,7 @@ def judge(try_it: Callable[[], Verdict]) -> Verdict:
 
 
 def trainer(make: MakeModel) -> Verdict:
-    """Log-probs and gradients of samples together, beside each alone."""
+    """Compares log-probs and gradients of samples trained together with those of each sample alone."""
     samples, own = _samples(), make()
     own.set_attn_implementation("eager")
     policy = Policy(make(), AdamSettings(), gradient_checkpointing=_has_layers(own))
@@ -106,7 +107,7 @@ def _has_layers(model: PreTrainedModel) -> bool:
 
 
 def engine(make: MakeModel) -> Verdict:
-    """Log-probs of what was sampled, beside those of the same tokens; with slots, in both modes of the engine."""
+    """Compares log-probs of sampled tokens with those of a forward pass over them; with slots, in both engine modes."""
     gap, own = 0.0, make()
     own.set_attn_implementation("eager")
     for exact in (False, True):
@@ -148,12 +149,12 @@ def _samples() -> list[Sample]:
 
 
 def _tokens(random: np.random.Generator, count: int) -> np.ndarray:
-    """Without the first ids, which are those of special tokens."""
+    """Returns random tokens without the first ids, which are those of special tokens."""
     return random.integers(3, VOCAB_SIZE, count)
 
 
 def _answers(stepper: Stepper) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Prompt, answer and log-probs of every request; all are cut once and carried on."""
+    """Returns prompt, answer and log-probs of every request; all requests are cut once and continued."""
     random = np.random.default_rng(1)
     prompts = {str(i): _tokens(random, length) for i, (length, _) in enumerate(REQUESTS)}
     wanted = {str(i): length for i, (_, length) in enumerate(REQUESTS)}

@@ -1,4 +1,4 @@
-"""The table of models for people, written from a benchmark's results."""
+"""Writes the table of models for the documentation from a benchmark's results."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def written(results: Sequence[Result], version: str) -> str:
 
 
 def cell(verdict: Verdict | None) -> str:
-    """How a part of Offbeat runs a model, or why it does not."""
+    """Describes how a part of Offbeat runs a model, or why it does not."""
     if verdict is None:
         return ""
     return verdict.way if verdict.status == "agrees" else verdict.status
@@ -83,5 +83,5 @@ def _reasons(results: Sequence[Result]) -> list[str]:
 
 
 def _safe(text: str | None) -> str:
-    """Within a table's cell."""
+    """Escapes a text for a table's cell."""
     return (text or "").replace("|", "\\|").replace("\n", " ")

@@ -1,9 +1,8 @@
 """Tiny random models of every causal architecture that transformers has.
 
-A configuration is made from the architecture's own defaults: sizes become small, layers become one of each kind, a
-window becomes shorter than the sequences that are tried. `SPECIAL` has what a few architectures want beyond that.
-Weights are drawn larger than transformers draws them, and no weight is left at 0 or 1: what a part of the model gets
-wrong then shows in its log-probs.
+A configuration is made from the architecture's own defaults: sizes become small, one layer of each kind is kept, and a
+window becomes shorter than the tested sequences. `SPECIAL` has further keys for a few architectures. Weights are drawn
+larger than in transformers, and none stays 0 or 1, so that a mistake in any part of the model shows in its log-probs.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("eos_token_id", "sep_token_id"), 2),
     "pad_token_id": 0,
 }
-"""What is set, by the name of the key, where an architecture has it."""
+"""Values of configuration keys, which are set if an architecture has the key."""
 
 LAYER_KINDS = ("layer_types", "layers_block_type", "block_types", "mlp_layer_types")
 """Lists with a kind for each layer."""
@@ -109,7 +108,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     **{name: {"attention_hidden_size": 64} for name in ("zamba", "zamba2")},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What an architecture wants besides, or instead."""
+"""Keys that an architecture needs in addition to `SIZES`, or instead."""
 
 
 def names() -> list[str]:
@@ -141,7 +140,7 @@ def redraw(model: torch.nn.Module, seed: int) -> None:
 
 
 def _shrunk(kind: type[PretrainedConfig], special: Mapping[str, Any]) -> PretrainedConfig:
-    """The smallest of a kind; a part of the configuration that is one itself is shrunk in the same way."""
+    """Returns keys that make a configuration small; nested configurations are shrunk in the same way."""
     default = kind()
     told = vars(default)
     given: dict[str, Any] = {key: value for key, value in SIZES.items() if _fits(key, told, value)}
@@ -161,11 +160,11 @@ def _shrunk(kind: type[PretrainedConfig], special: Mapping[str, Any]) -> Pretrai
 
 
 DERIVED = ("head_dim", "num_key_value_heads", "sliding_window", "n_group", "topk_group")
-"""Keys that are None by default and are set all the same."""
+"""Keys that are set even if their default is None."""
 
 
 def _fits(key: str, told: Mapping[str, Any], value: object) -> bool:
-    """Whether a key is there, and has a default of the same kind."""
+    """Whether a configuration has a key with a default of the same type."""
     default = told.get(key)
     if default is None:
         return key in told and key in DERIVED

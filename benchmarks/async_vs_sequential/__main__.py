@@ -1,11 +1,11 @@
 """Overlapped against alternating schedules: `python -m benchmarks.async_vs_sequential [--quick] [--only PART]`.
 
-- paced: two workers, one three times as fast as the other, answers of very unequal length, and a trainer, all at a
-  modelled pace (`paced.py`). Compared are the samples trained per second with `overlap`, where workers never stop, and
-  with `alternate`, where generation and training take turns, and the idle time of the fast worker. A third row is
-  `alternate` with each worker given half of the tasks;
-- learning: real engines on a hard level of arithmetic (`learning.py`): the samples that `overlap` needs, over those of
-  `alternate`, for the same held-out reward.
+- paced (`paced.py`): a trainer and two workers at a modelled pace. One worker is three times as fast as the other, and
+  the lengths of answers differ much. Compares the samples trained per second, and the idle time of the fast worker,
+  with `overlap`, where workers never stop, and with `alternate`, where generation and training take turns. A third row
+  is `alternate` with half of the tasks for each worker.
+- learning (`learning.py`): real engines on a hard level of arithmetic. Compares the samples that `overlap` and
+  `alternate` need for the same held-out reward.
 
 A quick run trains for a few steps and decides nothing about learning.
 """

@@ -1,8 +1,8 @@
-"""How many samples each schedule needs to learn the same: real engines, a task too hard to be learned at once.
+"""Numbers of samples that each schedule needs to learn the same, with real engines and a task that takes a while.
 
-Pairs of whole runs through the command line, one with `alternate` (every token from the weights that it trains) and one
-with `overlap` (tokens up to four steps older), with the same seed, prompts and settings. Their weights are judged alike
-afterwards, on held-out problems that neither saw.
+Pairs of whole runs are started through the command line, one with `alternate` (tokens come from the weights that are
+trained) and one with `overlap` (tokens may be up to four steps older), with the same seed, prompts and settings. Their
+weights are judged in the same way afterwards, on held-out problems that neither run saw.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from benchmarks.common.learning import Curve, HeldOut, Learned, Size, interval, 
 from benchmarks.common.runs import Job, train_with_offbeat
 
 LEVEL = 3
-"""Where training in order goes from 0.24 to about 0.8 in forty steps: neither hopeless nor soon exhausted."""
+"""Level of the problems. Without staleness, the reward rises from 0.24 to about 0.8 in forty steps, so the level is
+neither too hard nor solved too soon."""
 MAX_NEW_TOKENS = 24
 SAMPLES_TARGET = 1.1
 ALTERNATE, OVERLAP = "alternate", "overlap"

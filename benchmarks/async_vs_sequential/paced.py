@@ -1,8 +1,8 @@
-"""Two unlike workers and a trainer at a modelled pace: what each schedule makes of the same machines.
+"""Throughput of each schedule with the same two unequal workers and a trainer, all at a modelled pace.
 
-Coordinator, ledger, worker loops and their pacing are the real ones, in one process. Engines are paced, one three times
-as fast as the other; the trainer claims, sleeps as long as its step is modelled to take, and publishes. Rewards cost no
-time. All of it runs in modelled time, so only who waits for whom shows in the figures.
+Coordinator, ledger and worker loops are the real ones, in one process. Engines are paced, one three times as fast as
+the other. The trainer claims a batch, sleeps for the modelled time of a step, and publishes. Rewards take no time.
+Everything runs in modelled time, so the figures show only who waits for whom.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ NUM_SLOTS = 16
 MEDIAN_TOKENS, SIGMA, MAX_TOKENS = 96, 1.0, 440
 LOAD_S = 0.1
 TRAIN_S = 2.9
-"""A fifth less than both workers together need for a step's samples, so that generation decides."""
+"""Modelled time of a training step: a fifth less than both workers together need for a step's samples, so that
+generation is the bottleneck."""
 CLAIM_WITHIN_S = 1e6
 SPEED_TARGET, IDLE_TARGET = 1.3, 0.05
 say = partial(report.say, "async_vs_sequential")
 
 
 class Plan(StrEnum):
-    """Who generates what, and when."""
+    """A schedule, and how tasks are divided between the workers."""
 
     ALTERNATE = "alternate"
     HALVES = "alternate, half and half"
@@ -58,18 +59,18 @@ class Plan(StrEnum):
 
 @dataclass(frozen=True)
 class Pace:
-    """What a plan came to."""
+    """Figures measured for a plan."""
 
     samples_per_s: float
     idle: dict[str, float]
     """Share of the time in which a worker's engine ran nothing."""
     slots_used: dict[str, float]
-    """Share of its slots that were taken, over time."""
+    """Mean share of a worker's slots that were in use."""
     max_staleness: int
 
 
 class AtOnce:
-    """Rewards that take no time."""
+    """Reward pool that takes no time."""
 
     num_processes, log_path = 1, Path("none")
 
@@ -79,7 +80,7 @@ class AtOnce:
 
 
 class WatchedEngine(PacedEngine):
-    """Notes how many requests it runs, and for how long."""
+    """Paced engine that counts the time in which it runs requests, as a whole and per slot."""
 
     def __init__(self, settings: PacedSettings, worker: str):
         super().__init__(settings, worker=worker, clock=asyncio.get_running_loop().time)
@@ -104,13 +105,13 @@ class WatchedEngine(PacedEngine):
         self.busy_s = self.slot_s = 0.0
 
     def shares(self, seconds: float) -> tuple[float, float]:
-        """Idle time, and slots taken."""
+        """Returns the shares of idle time and of slots in use, over the last `seconds`."""
         self._count(0)
         return 1 - self.busy_s / seconds, self.slot_s / seconds / self.settings.num_slots
 
 
 class HalfWorker(InProcessWorker):
-    """Takes half of the samples of each version, and no more."""
+    """Worker client that takes at most half of the samples of each version."""
 
     def __init__(self, coordinator: Coordinator, name: str):
         super().__init__(coordinator, name)
@@ -199,7 +200,7 @@ async def _measured(plan: Plan, seed: int, folder: Path, num_warmup: int, num_st
 
 
 def measure(plan: Plan, seed: int, folder: Path, num_warmup: int, num_steps: int) -> Pace:
-    """Lets a plan run for some steps, after others that are not counted."""
+    """Runs `num_warmup` steps of a plan, which are not counted, and then measures `num_steps` more."""
     folder.mkdir(parents=True)
     return in_modelled_time(_measured(plan, seed, folder, num_warmup, num_steps))
 

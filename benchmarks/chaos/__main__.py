@@ -1,4 +1,4 @@
-"""A supervised run under load whose processes are killed, whose lines are cut and whose calls are repeated.
+"""Faults in a supervised run under load: processes are killed, network lines are cut and calls are repeated.
 
     python -m benchmarks.chaos [--kills 200] [--seed N] [--partial] [--quick]
 
@@ -77,7 +77,8 @@ def show_report(made: Chaos, found: Audit, seconds: float, num_kills: int, *, qu
 
 
 def _none(count: int, quick: bool) -> Bar:
-    """A few kills can show that something is lost, not that nothing ever is."""
+    """Returns a bar for a count that must be 0. A quick run can only show that something is lost, not that nothing
+    is."""
     return Bar(count, 0, None if quick and count == 0 else count == 0, (count, count))
 
 

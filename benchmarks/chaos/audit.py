@@ -13,7 +13,7 @@ from offbeat.ledger.ledger import Ledger
 @dataclass(frozen=True)
 class Audit:
     lost: tuple[str, ...]
-    """Submissions that were acknowledged and are not there, or not as they were; groups that were never drawn."""
+    """Acknowledged submissions that the ledger lacks or has with other bytes; numbers of groups that were skipped."""
     doubled: tuple[str, ...]
     """Tasks, trajectories, steps and groups that were trained more than once."""
     violations: tuple[str, ...]
@@ -25,7 +25,7 @@ class Audit:
 
 
 def audit(run: Path, acknowledged: Mapping[tuple[int, int], bytes]) -> Audit:
-    """`acknowledged` are submissions by task and fence, with the digest of their bytes."""
+    """Audits the ledger of a run. `acknowledged` holds digests of submissions, by task and fence."""
     with Ledger(run / "ledger.sqlite", read_only=True) as ledger:
         report = ledger.verify()
     db = sqlite3.connect(f"file:{run / 'ledger.sqlite'}?mode=ro", uri=True)

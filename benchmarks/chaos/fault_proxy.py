@@ -1,9 +1,9 @@
-"""A bad line between callers and their coordinator, on one machine and without privileges.
+"""A proxy that models a bad line between callers and their coordinator, on one machine and without privileges.
 
-Calls pass one by one, so that whole ones can be held up, sent twice, or recorded. The line can be cut: whatever is
-under way then waits, in both directions, and arrives late when the cut heals, as it does over TCP. It can be slow, by
-a delay for each call and a rate that all connections share; it can break after so many bytes. Bits of bodies can flip
-on the way, answers can be lost, and pages of whatever stands in between can come in their place. Chance is seeded.
+Calls pass one by one, so that whole calls can be delayed, sent twice, or recorded. The line can be cut: bytes under way
+in both directions then wait and arrive late, as with TCP. It can be slow, by a delay for each call and a rate that all
+connections share, and connections can break after a number of bytes. Bits of bodies can flip, answers can be lost, and
+pages of other servers can come instead of answers. Random numbers are seeded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.common.listener import Bucket, Listener
 
 PIECE_BYTES = 4096
 ENDS = (OSError, EOFError, asyncio.LimitOverrunError)
-"""How a conversation ends that either side broke off; an incomplete read is an EOFError."""
+"""Errors that a connection raises if either side breaks it off; an incomplete read is an EOFError."""
 SUBMISSION = re.compile(rb"PUT /v1/trajectories/(\d+)/(\d+) ")
 PAGES = ("404 Not Found", "502 Bad Gateway", "200 OK", "403 Forbidden", "413 Payload Too Large", "302 Found")
 """Statuses that proxies, gateways and captive portals send in a coordinator's place."""
@@ -41,23 +41,23 @@ class Call:
 
 @dataclass
 class Line:
-    """Faults of the line; may be changed at any time."""
+    """Faults of the line, which may be changed at any time."""
 
     delay_s: float = 0.0
     bytes_per_s: float | None = None
     break_after_bytes: int | None = None
-    """Each connection breaks once so many bytes have come back to the caller."""
+    """Number of bytes to the caller after which each connection breaks."""
     twice: float = 0.0
-    """The share of calls that are sent twice, the copy up to `late_s` later."""
+    """Share of calls that are sent twice; the copy follows up to `late_s` seconds later."""
     late_s: float = 0.0
     damaged: float = 0.0
-    """The share of calls, and of answers, in whose body a bit flips."""
+    """Share of calls, and of pieces of answers, in whose body a bit flips."""
     lost: float = 0.0
-    """The share of calls that are answered, and whose answer does not come back."""
+    """Share of calls whose answer does not reach the caller."""
     strange: float = 0.0
-    """The share of calls that do not arrive and are answered with a page, one of `PAGES` after the other."""
+    """Share of calls that do not arrive and are answered with a page, with the statuses in `PAGES` in turn."""
     max_faults: int | None = None
-    """So many of these three happen, and no more."""
+    """Largest number of faults of these three kinds together; None: no limit."""
 
 
 @dataclass
@@ -65,13 +65,13 @@ class Seen:
     """Calls that passed, and faults that were injected."""
 
     acknowledged: dict[tuple[int, int], bytes] = field(default_factory=dict)
-    """Submissions that the coordinator took, by task and fence, with their digest; told to the caller or not."""
+    """Digests of submissions that the coordinator accepted, by task and fence, even if its answer was then lost."""
     statuses: Counter[int] = field(default_factory=Counter)
     copies: Counter[int] = field(default_factory=Counter)
-    """Statuses of calls that were sent a second time."""
+    """Statuses of the answers to calls that were sent a second time."""
     submissions: list[Call] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
-    """How often a body was damaged, an answer lost, or a page sent in its place."""
+    """Number of damaged bodies, lost answers and pages sent instead of answers."""
 
 
 class FaultProxy(Listener):
@@ -91,7 +91,7 @@ class FaultProxy(Listener):
         self._healthy.set()
 
     async def partition(self, seconds: float) -> float:
-        """Cuts the line for a time; returns how long it really was."""
+        """Cuts the line for `seconds`; returns how long the cut really was."""
         start_s = time.monotonic()
         self.cut()
         try:
@@ -154,7 +154,8 @@ class FaultProxy(Listener):
     async def _give(
         self, head: bytes, answers: asyncio.StreamReader, writer: asyncio.StreamWriter, left: int | None
     ) -> int | None:
-        """Passes an answer on, piece by piece, as long as the connection may last."""
+        """Passes an answer on in pieces. `left` is the number of bytes until the connection breaks; returns what
+        remains of it."""
         num_bytes, piece = _length(head), head
         while True:
             await self._hold_up(len(piece))

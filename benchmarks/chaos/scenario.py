@@ -1,4 +1,4 @@
-"""A supervised run of which processes are killed, lines cut and calls repeated, and the audit of its ledger."""
+"""Kills processes of a supervised run, cuts its lines and repeats its calls; then audits its ledger."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ LEASE_S = 3.0
 CUT_S = 1.5 * LEASE_S
 PROGRESS_WITHIN_S = 180.0
 SHARES = {"trainer": 0.11, "coordinator": 0.22}
-"""Of the kills; workers have the rest. A trainer takes longest to start, and kills without progress prove little."""
+"""Shares of the kills by role; workers get the rest. A trainer takes longest to start, and a kill without progress
+since the last one proves little."""
 OUTSIDE = ("outside-1", "outside-2")
 WORKERS = ("worker-1", "worker-2", *OUTSIDE)
 SETTINGS = (
@@ -35,11 +36,12 @@ SETTINGS = (
 )
 OVERLAP = ("--schedule.mode=overlap",)
 PARTIAL = ("--schedule.mode=alternate", "--schedule.over-provision=2", "--paced.sigma=1")
-"""Twice the groups of a step, with a long tail: half of what is begun is unfinished when a batch is complete."""
+"""Options for partial rollouts. With twice the groups of a step and a long tail, half of the answers begun are
+unfinished when a batch is complete."""
 
 
 class Outside:
-    """A worker of another machine, as it were: it joins over the line, and is started again by us."""
+    """A worker that stands for one on another machine: it joins over the line, and `kill` restarts it."""
 
     def __init__(self, name: str, run: Supervised, url: str):
         self.name, self.run, self.url = name, run, url
@@ -81,7 +83,7 @@ class Chaos:
         self.num_cuts = self.num_freezes = self.num_replays = 0
 
     async def kill_all(self, names: list[str]) -> None:
-        """Kills in this order, with something else that goes wrong in between, and sees that the run gets on."""
+        """Kills processes in this order, with cuts and freezes in between, and checks that the run makes progress."""
         every = max(4, len(names) // 12)
         for number, name in enumerate(names):
             if number % every == every - 1:
@@ -102,7 +104,7 @@ class Chaos:
         self.num_cuts += await self.proxy.partition(CUT_S) > LEASE_S
 
     async def _freeze(self) -> None:
-        """A worker that is suspended for longer than a lease, and goes on as if nothing had happened."""
+        """Suspends a worker for longer than a lease and lets it continue."""
         pid = await asyncio.to_thread(self.run.playing, "worker-1")
         start_s = time.monotonic()
         os.kill(pid, signal.SIGSTOP)
@@ -125,7 +127,7 @@ class Chaos:
             await asyncio.sleep(0.1)
 
     async def crossing(self) -> None:
-        """Waits until an answer of a worker beyond the proxy is acknowledged, which takes a while on a busy machine."""
+        """Waits until an answer of a worker behind the proxy is acknowledged."""
         deadline_s = time.monotonic() + PROGRESS_WITHIN_S
         while not self.proxy.seen.acknowledged:
             if time.monotonic() > deadline_s:
@@ -133,7 +135,7 @@ class Chaos:
             await asyncio.sleep(0.1)
 
     async def _replay(self) -> None:
-        """Sends recorded submissions once more, long after: none may be stored a second time."""
+        """Sends recorded submissions again, long after the first time; none may be stored twice."""
         calls = self.proxy.seen.submissions
         for call in self.rng.sample(calls, min(50, len(calls))):
             self.num_replays += await self.proxy.replay(call) in (200, 410)

@@ -11,7 +11,7 @@ from offbeat.weights.version import FILE_NAME, Version, file_digest
 
 
 def write_weights(folder: Path) -> Version:
-    """Writes a few zeros as version 0: workers fetch and verify them, paced engines do not use them."""
+    """Writes a few zeros as version 0. Workers fetch and verify them, but paced engines do not use them."""
     folder.mkdir(parents=True)
     save_file({"w": np.zeros(4, np.float32)}, folder / FILE_NAME)
     return Version(0, 0, None, file_digest(folder / FILE_NAME), folder.absolute())

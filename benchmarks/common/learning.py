@@ -1,7 +1,7 @@
 """Learning curves by held-out reward, and the samples needed to reach a threshold.
 
-All weights are judged alike and outside any timed part: by transformers itself, at temperature 1, on the same held-out
-problems, with the same random numbers each time.
+All weights are judged in the same way, outside any timed part: transformers generates answers to the same held-out
+problems at temperature 1, with the same random numbers each time.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from offbeat.rewards.verifiers import number
 NUM_PROBLEMS = 400
 SAMPLES_PER_PROBLEM = 2
 WAY = 0.8
-"""The threshold lies this share of the way from the first held-out reward to what both systems reach."""
+"""Position of the threshold between the first held-out reward (0) and the reward that both systems reach (1)."""
 SMOOTHED = 3
-"""Points of a curve that are averaged before its crossing is looked for."""
+"""Number of neighbouring points of a curve that are averaged before its crossing of the threshold is determined."""
 
 
 class HeldOut:
@@ -48,7 +48,7 @@ class HeldOut:
         self.max_new_tokens, self.samples_per_problem = max_new_tokens, samples_per_problem
 
     def reward(self, weights: Mapping[str, Tensor] | None = None) -> float:
-        """The mean held-out reward of the weights; without any, of the model as it was loaded."""
+        """Returns the mean held-out reward of the weights (None: of those loaded before)."""
         if weights is not None:
             load_state(self.model, weights)
         prompts = [str(problem.prompt) for problem in self.problems]
@@ -72,7 +72,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Curve:
-    """Held-out reward by samples trained, the first point before any training."""
+    """Held-out reward by number of samples trained; the first point is before any training."""
 
     samples: Sequence[float]
     rewards: Sequence[float]
@@ -83,11 +83,11 @@ class Curve:
 
     @property
     def highest(self) -> float:
-        """Of the smoothed rewards: what it has certainly reached."""
+        """Highest smoothed reward, which the run has certainly reached."""
         return float(smoothed(self.rewards).max())
 
     def crossing(self, threshold: float) -> float:
-        """Samples until the smoothed reward first reaches a threshold above its start, on lines between points."""
+        """Samples until the smoothed reward first reaches a threshold above its start, interpolated linearly."""
         smooth = smoothed(self.rewards)
         reached = np.flatnonzero(smooth >= threshold)
         if len(reached) == 0 or reached[0] == 0:
@@ -99,14 +99,15 @@ class Curve:
 
 
 def smoothed(values: Sequence[float]) -> np.ndarray:
-    """A centred moving mean; at both ends over the points that there are, so the first point stays what it is."""
+    """Returns a centred moving mean. It is narrower near both ends, so the first and the last point do not change."""
     half = SMOOTHED // 2
     reach = [min(half, i, len(values) - 1 - i) for i in range(len(values))]
     return np.array([np.mean(values[i - r : i + r + 1]) for i, r in enumerate(reach)])
 
 
 def common_threshold(curves: Sequence[Curve]) -> float:
-    """A reward that every curve reaches: `WAY` of the way from where they start to the lowest of their heights."""
+    """Returns a reward that every curve reaches: at the share `WAY` of the way from the mean first reward to the lowest
+    of the curves' highest rewards."""
     start = float(np.mean([curve.start for curve in curves]))
     return start + WAY * (min(curve.highest for curve in curves) - start)
 
@@ -131,14 +132,14 @@ class Size:
 
 @dataclass(frozen=True)
 class Learned:
-    """A run as it was judged."""
+    """A run's learning curve, and the age of its data."""
 
     curve: Curve
     max_staleness: int
-    """The oldest token that it trained, in steps."""
+    """Age in steps of the oldest token trained."""
 
     def needed(self, threshold: float) -> float:
-        """Samples until the held-out reward is there; where it never is, all that there were."""
+        """Samples until the held-out reward reaches the threshold; all samples if it never does."""
         try:
             return self.curve.crossing(threshold)
         except OffbeatError:
@@ -146,13 +147,14 @@ class Learned:
 
 
 def threshold_of(in_order: Sequence[Learned]) -> float:
-    """Most of the way from the first reward to what training in order reaches."""
+    """Returns the threshold: at the share `WAY` of the way from the first reward to the highest reward of training
+    without staleness."""
     start = statistics.fmean(learned.curve.start for learned in in_order)
     return start + WAY * (statistics.median(learned.curve.highest for learned in in_order) - start)
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float] | None:
-    """A 95 % interval of the mean ratio, on a logarithmic scale; None where there are too few."""
+    """Returns a 95 % confidence interval of the geometric mean of ratios; None for a number of ratios not in `T_95`."""
     if len(ratios) not in T_95:
         return None
     logs = [math.log(ratio) for ratio in ratios]

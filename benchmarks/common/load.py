@@ -1,4 +1,4 @@
-"""CPU time that other processes used during a benchmark; figures measured beside busy neighbours are doubtful."""
+"""CPU time that other processes used during a benchmark. Figures measured on a busy machine are doubtful."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Load:
-    """Counts from construction on. Child processes count as ours once they have ended and were waited for."""
+    """Counts from its construction on. Child processes count as ours once they have ended and were waited for."""
 
     def __init__(self) -> None:
         self._start_s, self._busy_s, self._steal_s, self._ours_s = time.monotonic(), *_machine_s(), _ours_s()
@@ -29,7 +29,7 @@ class Load:
 
 
 def _machine_s() -> tuple[float, float]:
-    """Seconds of all cores so far: spent on any process, and stolen by the host."""
+    """Returns the CPU seconds of all cores so far: those used by any process, and those stolen by the host."""
     if not PROC_STAT.is_file():
         return _ours_s(), 0.0
     user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, PROC_STAT.read_text().split()[1:9])

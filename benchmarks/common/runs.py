@@ -1,4 +1,4 @@
-"""Trains one run with one system, in a process of its own, and reads back what it wrote.
+"""Trains one run with one system (Offbeat or TRL), in a process of its own, and reads its output.
 
 Both systems get the same `Job`. A run's rows have `step`, `samples`, `seconds` (of the whole step: generation, rewards,
 training and everything in between, but not saving weights) and `reward`; the job says at which steps weights are kept.
@@ -29,7 +29,7 @@ LOG_LINES = 20
 PROC_STAT = Path("/proc/stat")
 TRL_CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 MASTER = "master."
-"""How a checkpoint of Offbeat names the weights; on a CPU they are the published ones."""
+"""Prefix of the names of weights in Offbeat's checkpoints; on a CPU these are the published weights."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +47,18 @@ class Job:
     lr: float = 3e-4
     beta2: float = 0.999
     schedule: str = "alternate"
-    """Of Offbeat alone, as are the next five."""
+    """This setting and the next five are for Offbeat only."""
     max_staleness: int | None = None
     loss: str = "grpo"
     task: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of the arithmetic task."""
     rollout: Mapping[str, Any] = field(default_factory=dict)
-    """Further keys of its section."""
+    """Further keys of the section `rollout`."""
     threads: int | None = None
     save_every: int = 0
-    """Steps between weights that are kept; 0 keeps none."""
+    """Number of steps after which weights are kept each time; 0: never."""
     trl: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of TRL, see trl_grpo.py, and its process's `environment`."""
+    """Settings of TRL (see trl_grpo.py), and environment variables of its process under `environment`."""
 
     @property
     def save_at(self) -> list[int]:
@@ -78,20 +78,20 @@ class Run:
     rows: Sequence[Mapping[str, float]]
     folder: Path
     others_share: float
-    """Share of the machine's cores that other processes used meanwhile."""
+    """Share of the machine's cores that other processes used during the run."""
 
     def samples_per_second(self, num_warmup: int) -> float:
         rows = self.rows[num_warmup:]
         return sum(row["samples"] for row in rows) / sum(row["seconds"] for row in rows)
 
     def step_quartiles_s(self, num_warmup: int) -> tuple[float, float]:
-        """Seconds of a step at the first and the last quartile; of a few steps, of the fastest and the slowest."""
+        """First and third quartile of the seconds of a step; of a few steps, the fastest and the slowest."""
         seconds = sorted(row["seconds"] for row in self.rows[num_warmup:])
         edge = len(seconds) // 4
         return seconds[edge], seconds[-1 - edge]
 
     def weights(self, step: int) -> dict[str, Tensor]:
-        """The weights after a step that the job wanted kept."""
+        """Returns the weights after a step, which must be one at which the job kept weights."""
         if self.system == "trl":
             return load_file(self.folder / "weights" / f"{step:08d}" / "model.safetensors")
         _, tensors = Checkpoints(self.folder / "run" / "checkpoints").load(step)
@@ -99,7 +99,8 @@ class Run:
 
 
 def train_with_offbeat(job: Job, folder: Path) -> Run:
-    """Through its command line, as a user would; evaluation is off, because the benchmark judges both systems alike."""
+    """Trains with Offbeat's command line, as a user would. Evaluation is off, because the benchmark judges both systems
+    itself."""
     folder.mkdir(parents=True)
     (folder / "run.toml").write_text(_toml(job, folder))
     others_share = run_command([sys.executable, "-m", "offbeat", "train", str(folder / "run.toml")], folder)
@@ -135,12 +136,12 @@ def _toml(job: Job, folder: Path) -> str:
 
 
 def _given(**keys: Any) -> dict[str, Any]:
-    """The keys that have a value."""
+    """Returns the keys whose value is set."""
     return {key: value for key, value in keys.items() if value is not None}
 
 
 def run_command(command: list[str], folder: Path, environment: Mapping[str, str] | None = None) -> float:
-    """Runs a command to its end; returns the share of the machine's cores that others used."""
+    """Runs a command to its end; returns the share of the machine's cores that other processes used meanwhile."""
     log = folder / "log.txt"
     variables = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "HF_HUB_OFFLINE": "1", **(environment or {})}
     start_s, start_others_s = time.monotonic(), _others_cpu_s()
@@ -159,7 +160,7 @@ def run_command(command: list[str], folder: Path, environment: Mapping[str, str]
 
 
 def _others_cpu_s() -> float:
-    """CPU seconds that the machine has spent on anything but our finished children; 0 where /proc does not tell."""
+    """Returns the CPU seconds used so far by anything but our finished child processes; 0 without /proc/stat."""
     if not PROC_STAT.is_file():
         return 0.0
     user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, PROC_STAT.read_text().split()[1:9])
@@ -173,12 +174,13 @@ def read_rows(file: Path) -> list[dict[str, float]]:
 
 
 def _without_saving(row: Mapping[str, float]) -> dict[str, float]:
-    """A step without the time of its checkpoint: saving weights for the comparison is off the clock in both systems."""
+    """Returns a step's row without the time of its checkpoint, because neither system's time includes saving
+    weights."""
     return {**row, "seconds": row["seconds"] - row.get("time_checkpoint_s", 0.0)}
 
 
 def checked(run: Run) -> Run:
-    """Both must have trained what was asked, or their figures say nothing."""
+    """Returns the run; raises if it did not train what the job asked for, because its figures then mean nothing."""
     samples = run.job.samples_per_step
     steps = [int(row["step"]) for row in run.rows]
     if steps != list(range(1, run.job.steps + 1)) or any(row["samples"] != samples for row in run.rows):

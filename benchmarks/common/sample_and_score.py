@@ -1,6 +1,6 @@
 """Answers arithmetic problems with given weights on the embedded engine, at temperature 1, and scores the answers.
 
-The same weights, problems and seeds give the same answers, as far as one machine's arithmetic does.
+The same weights, problems and seeds give the same answers, as far as the machine's arithmetic is deterministic.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Scorer:
     """Samples and scores answers of one model; close `engine` at the end."""
 
     def __init__(self, model: str, folder: Path, max_new_tokens: int, max_context_tokens: int):
-        """Versions are written to `folder`, one at a time."""
+        """`folder` is where versions are written, one at a time."""
         self.folder, self.tokenizer = folder, load_tokenizer(model)
         on_cpu = load_model(model, torch.float32, torch.device("cpu"))
         self.engine = EmbeddedEngine(on_cpu, num_slots=NUM_SLOTS, max_context_tokens=max_context_tokens, version=0)
@@ -47,18 +47,18 @@ class Scorer:
         self.sampling = Sampling(max_new_tokens=max_new_tokens, stop_token_ids=stops)
 
     async def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Puts weights into the engine, as a version of their own."""
+        """Loads weights into the engine as a new version."""
         self.version += 1
         await self.engine.load(self.publisher.write(self.version, self.version, None, tensors))
         WeightFolder(self.folder).keep([self.version])
 
     async def judge(self, problems: Sequence[Problem]) -> float:
-        """The mean reward on these problems, with the same random numbers each time."""
+        """Returns the mean reward on these problems, with the same random numbers each time."""
         answers = await self.answer([(problem, derive_seed(0, i)) for i, problem in enumerate(problems)])
         return float(np.mean([answer.reward for answer in answers]))
 
     async def answer(self, asked: Iterable[tuple[Problem, int]]) -> list[Answer]:
-        """An answer for each problem and seed."""
+        """Returns an answer for each problem and seed."""
         pairs = list(asked)
         prompts = [np.asarray(self.tokenizer(str(problem.prompt))["input_ids"], np.int32) for problem, _ in pairs]
         requests = [

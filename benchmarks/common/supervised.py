@@ -1,4 +1,4 @@
-"""A supervised run to inject faults into: its processes by name, and witnessed kills."""
+"""A supervised run whose processes can be found by name and killed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 WITHIN_S = 240.0
 MARK = "OFFBEAT_TEST_RUN"
-"""Every process of a run inherits this variable, its children's children too."""
+"""Environment variable that all descendants of a run's process inherit, by which they are found."""
 PACED = ("--rollout.engine=paced", "--paced.base-s=0.02", "--loss.max-logprob-gap=1000")
-"""Workers without torch, which start in no time; what they generate teaches nothing, and need not."""
+"""Options for workers without torch, which start quickly. What they generate teaches nothing."""
 
 
 def until(find: Callable[[], T], what: str, within_s: float = WITHIN_S) -> T:
-    """The first true result of `find`, which is called again and again."""
+    """Calls `find` repeatedly and returns its first true result; raises after `within_s` seconds."""
     deadline_s = time.monotonic() + within_s
     while not (found := find()):
         if time.monotonic() > deadline_s:
@@ -59,23 +59,23 @@ class Supervised:
         return rows(self.run / "logs" / "supervisor.jsonl")
 
     def pid(self, name: str) -> int | None:
-        """The process that plays a role now."""
+        """Returns the pid of the process `name` that runs now; None if there is none."""
         told = [row for row in self.diary() if row["process"] == name]
         return told[-1]["pid"] if told and told[-1]["event"] == "started" else None
 
     def playing(self, name: str) -> int:
-        """The same, as soon as there is one."""
+        """Waits until a process `name` runs and returns its pid."""
         found = until(lambda: self.pid(name), f"a {name}")
         assert found is not None
         return found
 
     def port(self) -> int:
-        """Where the coordinator listens, now and after every restart."""
+        """Returns the coordinator's port, which stays the same after a restart."""
         self.playing("coordinator")
         return int(json.loads((self.run / "serve.json").read_text())["near_url"].rsplit(":", 1)[1])
 
     def kill(self, name: str) -> int:
-        """Kills the process of a role and waits until the supervisor has seen it end; returns its pid."""
+        """Kills the process `name` and waits until the supervisor has seen it end; returns its pid."""
         pid = self.playing(name)
         os.kill(pid, signal.SIGKILL)
         until(lambda: self.was_killed(pid), f"the end of {name}")
@@ -94,7 +94,7 @@ class Supervised:
         until(is_there, f"step {step}")
 
     def finish(self, status: int = 0) -> str:
-        """Waits for the end; returns what was said on stderr."""
+        """Waits for the run's end with exit status `status`; returns the error lines."""
         try:
             ended = self.process.wait(WITHIN_S)
         finally:
@@ -104,12 +104,12 @@ class Supervised:
         return self.errors
 
     def end(self) -> None:
-        """However it stands; its processes go with it."""
+        """Kills the supervisor, with which its processes end."""
         self.process.kill()
         self.process.wait()
 
     def living(self) -> list[int]:
-        """Processes of this run, however they came to be."""
+        """Returns the pids of all living processes of this run, found by `MARK`."""
         found = []
         for entry in Path("/proc").glob("[0-9]*/environ"):
             try:
@@ -122,6 +122,6 @@ class Supervised:
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
-    """Whole lines of a file that may be written to at the moment."""
+    """Returns the complete rows of a JSON lines file that may be being written."""
     text = file.read_text() if file.is_file() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

@@ -34,7 +34,7 @@ def run_trials(
     from_row: Callable[[dict[str, Any]], T],
     on_done: Callable[[T, int], None],
 ) -> list[T]:
-    """Results in the order of `plans`; `on_done` gets each new one and the number of results so far."""
+    """Returns results in the order of `plans`. `on_done` gets each new result and the number of results so far."""
     results = _read(kept, from_row)
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         for done in as_completed([pool.submit(run, plan) for plan in plans if plan not in results]):

@@ -1,7 +1,9 @@
-"""Environments for systems that Offbeat is compared with, apart from Offbeat's own so that neither bends the other's.
+"""Virtual environments for systems that Offbeat is compared with, separate from Offbeat's, so that versions do not
+conflict.
 
-One is made on first use below `.cache/` in the repository and kept while its requirements and constraints stay the
-same; what an interrupted installation has left is made anew. TORCH_INDEX names another package index for torch.
+An environment is made on first use below `.cache/` in the repository and kept as long as its requirements and
+constraints stay the same. After an interrupted installation it is made again. TORCH_INDEX names another package index
+for torch.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from offbeat.errors import UserError
 
 CONSTRAINTS = REPOSITORY / "constraints.txt"
 TRL_REQUIREMENTS = (["torch"], ["trl==1.16.0", "pydantic", "blake3"])
-"""In this order: the torch that satisfies the pin stays, whatever asks for torch later. The others are for Offbeat's
-task and reward, which TRL trains on."""
+"""Packages, in order of installation: torch comes first, so that later packages keep its version. pydantic and blake3
+are for Offbeat's task and reward, on which TRL trains."""
 INSTALL_WITHIN_S = 1800.0
 
 
 def trl_python(given: str | None = None) -> Path:
-    """The interpreter of TRL's environment: the one given, that in OFFBEAT_TRL_PYTHON, or our own, made if need be."""
+    """Returns the interpreter of TRL's environment: `given`, that in OFFBEAT_TRL_PYTHON, or our own, made if needed."""
     named = given or os.environ.get("OFFBEAT_TRL_PYTHON")
     if named is None:
         return _ready(REPOSITORY / ".cache" / "trl", TRL_REQUIREMENTS)

@@ -1,11 +1,11 @@
 """Offbeat beside TRL's GRPOTrainer: `python -m benchmarks.demo_vs_trl [--quick] [--trl-python PATH]`.
 
-Both train offbeat-tiny on built-in arithmetic with the same prompts, batch (32 prompts x 8 answers a step, one update),
-reward, loss and optimizer, in turn, in processes of their own, on the same cores. Compared are
+Both train offbeat-tiny on built-in arithmetic with the same prompts, batch (32 prompts x 8 answers per step, one
+update), reward, loss and optimizer. They run in turn, in separate processes on the same cores. Compares
 
-- samples per second over whole steps (generation, rewards, training, weights, ledger), first steps left out, on the
-  demo's task and on the same with a long tail of answer lengths;
-- samples needed until the held-out reward reaches a threshold that both reach, all weights judged alike.
+- samples per second over whole steps (generation, rewards, training, weights, ledger) without the first steps, on the
+  demo's task and on the same task with a long tail of answer lengths;
+- samples needed until the held-out reward reaches a threshold that both reach, with all weights judged in the same way.
 
 TRL runs with the fastest of several settings, see `CANDIDATES`.
 """

@@ -1,4 +1,4 @@
-"""Runs of both systems in pairs, one a seed, and the bars of their figures."""
+"""Runs of both systems in pairs, one for each seed, and the bars of their figures."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ generated at once 22 to 30, whatever the micro-batch.
 """
 SAMPLES_TARGET = 1.1
 BUSY_SHARE = 0.1
-"""When others use more of the cores than this, a single pair of runs says nothing about speed."""
+"""Share of the cores in use by other processes above which a single pair of runs says nothing about speed."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A task on which the two are compared."""
+    """A task on which the two systems are compared."""
 
     name: str
     tail: float
@@ -57,7 +57,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much of a setting is run."""
+    """Number and length of the runs of a setting."""
 
     repeats: int
     steps: int
@@ -94,7 +94,7 @@ class Pairs:
         return Job(seed, steps, self.setting.tail, self.setting.max_new_tokens, save_every=save_every, trl=trl)
 
     def choose(self, folder: Path, python: Path) -> None:
-        """Finds out which settings make TRL fastest here."""
+        """Determines which settings make TRL fastest on this machine."""
         candidates, steps = CANDIDATES[self.setting.name], self.effort.trial_steps
         self.trl_settings = candidates[0]
         if not steps:
@@ -141,7 +141,7 @@ class Pairs:
 
 
 def curves_of(runs: Sequence[Run], judge: HeldOut, start: float) -> list[Curve]:
-    """Held-out reward along each run; all start from the same model, which is judged once."""
+    """Returns the held-out reward along each run; all start from the same model, which is judged once."""
     curves = []
     for run in runs:
         rewards = [judge.reward(run.weights(step)) for step in run.job.save_at]
@@ -151,7 +151,7 @@ def curves_of(runs: Sequence[Run], judge: HeldOut, start: float) -> list[Curve]:
 
 
 def samples_bar(trl: Sequence[Curve], offbeat: Sequence[Curve], *, quick: bool) -> tuple[report.Bar, dict[str, Any]]:
-    """Mean samples to the common threshold, Offbeat's over TRL's; the spread is that of the repeats."""
+    """Returns the bar for mean samples to the common threshold, Offbeat's over TRL's, with the spread of repeats."""
     threshold = common_threshold([*trl, *offbeat])
     theirs, ours = ([curve.crossing(threshold) for curve in curves] for curves in (trl, offbeat))
     ratios = [b / a for a, b in zip(theirs, ours, strict=True)]

@@ -28,7 +28,7 @@ OURS = ("samples_per_microbatch", "samples_per_generation", "threads")
 
 @dataclass(frozen=True)
 class Spec:
-    """One run, as the benchmark asks for it."""
+    """One run, as the benchmark requests it."""
 
     model: str
     rows: str
@@ -106,7 +106,7 @@ def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
 
 
 class Timed(GRPOTrainer):
-    """Measures how much of a step is generation."""
+    """Trainer that measures the time of generation in a step."""
 
     generation_s = 0.0
 
@@ -119,7 +119,7 @@ class Timed(GRPOTrainer):
 
 
 class Recorder(TrainerCallback):
-    """Writes a row when a step has been logged, and weights where they are wanted."""
+    """Callback that writes a row when a step has been logged, and weights after the steps in `save_at`."""
 
     def __init__(self, spec: Spec):
         self.spec = spec

@@ -46,9 +46,10 @@ from benchmarks.embedded.contestants import (
 )
 
 OVER_GENERATE, OVER_GENERATE_BATCH = 5.0, 2.5
-"""Targets: how many times the useful tokens per second of each rival."""
+"""Targets: useful tokens per second of the embedded engine over those of each rival."""
 RIVAL_SETTINGS = [(32, 32), (16, 32), (32, 256), (64, 32), (64, 256), (128, 32)]
-"""Requests at a time and tokens per page, of which continuous batching gets the best; a quick run takes the first."""
+"""Pairs of requests at a time and tokens per page; continuous batching runs with the best, in a quick run with the
+first."""
 
 
 QUICK_JOBS = {"generate": 2 * PADDED_BATCH, "generate_batch": NUM_REQUESTS // 2}
@@ -56,7 +57,7 @@ QUICK_JOBS = {"generate": 2 * PADDED_BATCH, "generate_batch": NUM_REQUESTS // 2}
 
 
 def rate(contestant: Callable[[list[Job]], None], work: list[Job]) -> float:
-    """Useful tokens per second."""
+    """Returns useful tokens per second."""
     start_s = time.perf_counter()
     contestant(work)
     return useful_tokens(work) / (time.perf_counter() - start_s)
@@ -73,7 +74,7 @@ def best_rival_setting(model: LlamaForCausalLM, work: list[Job]) -> tuple[int, i
 
 
 def compare(size: str, work: list[Job], num_rounds: int, quick: bool) -> dict[str, list[float]]:
-    """Rates of every contestant, a value per round."""
+    """Returns the rates of every contestant, one value per round."""
     setting = RIVAL_SETTINGS[0] if quick else best_rival_setting(new_model(size), work[: len(work) // 4])
     engines = {"embedded": new_engine(size, NUM_SLOTS, exact=False)}
     if not quick:

@@ -26,7 +26,7 @@ from offbeat.engines.vllm.api import FromPath, Transfer
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured."""
+    """Amount of measurements."""
 
     shape: str
     concurrency: int
@@ -44,7 +44,7 @@ QUICK = replace(SMALL, concurrency=8, num_tokens=32, repeats=1, window_s=2.0, lo
 
 
 class Bench:
-    """One shape, one engine, everything that is measured with it."""
+    """All measurements of one engine with one model shape."""
 
     def __init__(self, size: Size, models: Models, kinds: Sequence[str]):
         self.size, self.models, self.kinds = size, models, kinds
@@ -120,7 +120,7 @@ class Bench:
 
 
 def measured(options: argparse.Namespace, size: Size, folder: Path, log: Path) -> Findings:
-    """Measures every way; a failure ends it and keeps the figures taken before."""
+    """Measures every way; a failure ends the measurements and keeps earlier figures."""
     say(f"writing two versions in the shape {size.shape} below {folder}")
     bench = Bench(size, Models(SHAPES[size.shape], folder), options.only)
     try:

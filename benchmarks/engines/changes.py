@@ -1,9 +1,9 @@
-"""What a change of weights costs: seconds of generation that are lost by it, while requests never stop coming.
+"""The cost of a change of weights: seconds of generation lost while requests never stop coming.
 
-Windows of undisturbed generation take turns with windows of the same length in which versions are loaded, one after the
-other at even distances. What is lost by one is the time for which the tokens that are missing would have lasted, at the
-rate of the undisturbed windows before and after; so it holds all that a load costs, also before and after the server
-stands still: requests that are sent again, prefixes that are computed again.
+Windows of undisturbed generation take turns with windows of the same length in which versions are loaded at even
+intervals. The loss of a load is the number of missing tokens, divided by the rate of the undisturbed windows before and
+after. So it includes all costs of a load, also before and after the server stands still, such as requests that are sent
+again and prefixes that are computed again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from offbeat.weights.version import Version
 
 
 class Counting(VllmDialect):
-    """Counts tokens as they come in: a request's answer would tell them only when it is whole."""
+    """Dialect that counts tokens as they arrive; a request's answer comes only when it is complete."""
 
     num_tokens = 0
 
@@ -41,10 +41,10 @@ class Counting(VllmDialect):
 
 @dataclass(frozen=True)
 class Window:
-    """A stretch of generation, and the loads in it."""
+    """A period of generation, and the loads in it."""
 
     way: str
-    """How versions came in; empty where none did."""
+    """Way in which versions were loaded; empty if none was."""
     seconds: float
     num_tokens: int
     num_loads: int = 0
@@ -58,7 +58,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Loss:
-    """Of one window, for each load in it."""
+    """Costs of each load in a window, on average."""
 
     lost_s: float
     still_s: float
@@ -66,7 +66,7 @@ class Loss:
 
 
 class Traffic:
-    """Keeps a number of requests in flight, which end at different times: else all of them would begin anew at once."""
+    """Keeps a number of requests in flight. Their lengths differ, so that they do not all end and begin at once."""
 
     def __init__(self, engine: HttpEngine, dialect: Counting, batches: Batches, num_at_once: int, num_tokens: int):
         self.engine, self.dialect, self.batches = engine, dialect, batches
@@ -91,7 +91,8 @@ class Traffic:
     async def changed(
         self, way: str, transfer: Transfer, version: Callable[[], Version], seconds: float, num_loads: int
     ) -> Window:
-        """Loads in the middles of equal parts of a window, which is longer where they take longer."""
+        """Divides a window into equal parts and loads a version in the middle of each; the window is longer if loads
+        take longer."""
         self.dialect.transfer = transfer
         start_s, before, still_s = time.perf_counter(), self.dialect.num_tokens, self.engine.seconds_still
         loading_s = 0.0
@@ -111,7 +112,7 @@ class Traffic:
         )
 
     async def _sleep(self, seconds: float) -> None:
-        """Some of a window; a request that fails meanwhile ends it."""
+        """Sleeps for a part of a window; raises if a request fails meanwhile."""
         done, _ = await asyncio.wait(self.tasks, timeout=max(seconds, 0.0), return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
@@ -132,7 +133,7 @@ async def measure(
     repeats: int,
     windows: list[Window],
 ) -> None:
-    """Adds windows in the order in which they are: with loads every second one, by each way in turn."""
+    """Measures windows and appends them in order. Every second window has loads, by each way in turn."""
     try:
         await traffic.quiet(window_s)  # until requests are spread over their lengths
         windows.append(await traffic.quiet(window_s))
@@ -145,7 +146,7 @@ async def measure(
 
 
 def losses(windows: Sequence[Window]) -> dict[str, list[Loss]]:
-    """By way, in order."""
+    """Returns the losses by way, in the order of the windows."""
     found: dict[str, list[Loss]] = {}
     for before, window, after in zip(windows[:-2:2], windows[1:-1:2], windows[2::2], strict=True):
         rate = (before.num_tokens + after.num_tokens) / (before.seconds + after.seconds)

@@ -1,4 +1,4 @@
-"""Two ways to a server: Offbeat's engine, and what one would write first, a thread with a connection per request."""
+"""Two clients of a server: Offbeat's engine, and a naive client with a thread and a connection per request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from offbeat.trajectory import Sampling
 
 
 async def adapter(engine: Engine, batch: Batch) -> Done:
-    """Through Offbeat's engine, as a worker asks it."""
+    """Generates through Offbeat's engine, as a worker does."""
     requests = iter(requests_of(batch))
     num_tokens = num_logprobs = 0
 

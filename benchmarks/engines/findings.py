@@ -15,7 +15,7 @@ from benchmarks.engines.work import Done
 say = partial(report.say, "engines")
 TARGET = 0.85
 BAR = "adapter_over_in_process"
-"""In tokens/s of a batch."""
+"""Name of the bar for the tokens per second of a batch."""
 IN_PROCESS, ADAPTER, NAIVE = "in process", "adapter", "naive"
 BATCH, STREAM, CHANGES = "batch", "stream", "changes"
 
@@ -35,7 +35,7 @@ class Findings:
         say(f"{kind}, {way}: {done.num_tokens} tokens in {done.seconds:.2f} s: {done.tokens_per_s:.0f} tokens/s")
 
     def ratios(self, kind: str, way: str) -> list[float]:
-        """To the median in process; empty where one of the two was not measured."""
+        """Ratios to the median rate in process; empty if one of the two was not measured."""
         rates = self.rates.get(kind, {})
         if not rates.get(IN_PROCESS):
             return []

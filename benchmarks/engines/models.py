@@ -18,12 +18,12 @@ from offbeat.weights.version import FILE_NAME, Version, file_digest
 
 DEVIATION = 0.02
 STEP = 1.01
-"""By what a weight of one version differs from that of the next."""
+"""Ratio of a weight in one version to the same weight in the other."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
 class Models:
-    """Two versions of one shape below a folder, which take turns: what is loaded is never what is there already."""
+    """Two versions of one shape below a folder, which take turns, so that a load always changes the weights."""
 
     def __init__(self, shape: Shape, folder: Path):
         self.shape = shape
@@ -38,11 +38,11 @@ class Models:
 
     @property
     def folder(self) -> Path:
-        """What a server starts from."""
+        """Folder of the model with which a server starts."""
         return self._folders[0]
 
     def next(self) -> Version:
-        """A version with a number of its own."""
+        """Returns the other version under a new number."""
         self._number += 1
         which = self._number % 2
         return Version(self._number, self._number, self._number - 1, self._digests[which], self._folders[which])

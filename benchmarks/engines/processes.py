@@ -32,14 +32,14 @@ ASK_WITHIN_S = 60.0
 LOG_LINES = 20
 MODULE = "-m"
 BOTH = ("--skip-tokenizer-init", "--max-num-batched-tokens", "8192")
-"""What the two would choose differently, as the server chooses it."""
+"""Arguments for which the two have different defaults; those of the server are used."""
 CPU = ("--enforce-eager",)
-"""Compiling a model takes a CPU longer than all that is measured on it."""
+"""Arguments on a CPU, where compiling a model would take longer than all measurements."""
 FIND = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
 
 
 def find_vllm(python: str) -> None:
-    """Refuses an interpreter that has none."""
+    """Raises if an interpreter has no vLLM."""
     needs = "this benchmark needs an interpreter with vLLM: name it by --python, or a running server by --url"
     try:
         done = subprocess.run([python, "-c", FIND], env=_ours(), capture_output=True, timeout=ASK_WITHIN_S)
@@ -55,7 +55,7 @@ def _ours() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Settings:
-    """Of an engine, as a worker's configuration would have them."""
+    """Settings of an engine, as in a worker's configuration."""
 
     config: Config
     machine: EngineMachine
@@ -69,7 +69,7 @@ class Settings:
         return commands.command(self.config, self.machine, listen, ipc=self.uses_ipc)
 
     def offline_command(self) -> list[str]:
-        """The server's words, behind the script instead of its module."""
+        """Returns the server's command line with the script `offline.py` in place of the server's module."""
         python, *words = commands.command(self.config, self.machine, ())
         return [python, str(SCRIPT), *words[words.index(MODULE) + 2 :]]
 
@@ -97,7 +97,7 @@ async def find_settings(
 
 @asynccontextmanager
 async def server(settings: Settings, folder: Path, log: Path) -> AsyncIterator[str]:
-    """A server that answers; yields its URL."""
+    """Starts a server, waits until it answers, and yields its URL."""
     started = EngineServer(
         "vllm",
         settings.command,
@@ -153,7 +153,7 @@ def offline(settings: Settings, log: Path) -> Iterator[Offline]:
 
 @contextmanager
 def _process(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that leads a group of its own; when the context ends, so does every one of the group."""
+    """Starts a process in a process group of its own; the whole group ends with the block."""
     with log.open("a") as errors:
         process = subprocess.Popen(
             command,
@@ -171,7 +171,7 @@ def _process(command: Sequence[str], environment: Mapping[str, str], log: Path) 
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Asks all of the group to end, and kills who does not, until none is left or what is left is past being killed."""
+    """Asks all processes of a group to end and kills those that do not, until none is left that can be killed."""
     with suppress(ProcessLookupError, subprocess.TimeoutExpired):
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(END_WITHIN_S)

@@ -1,4 +1,4 @@
-"""What is asked of an engine, the same by every way to it: prompts of random tokens, each with a seed of its own."""
+"""The requests to an engine, the same for every way to it: prompts of random tokens, each with a seed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_SEED = 2**31
 
 @dataclass(frozen=True)
 class Batch:
-    """Requests for `num_tokens` tokens each, whatever these are, `num_at_once` of them at a time."""
+    """Requests for exactly `num_tokens` tokens each, `num_at_once` of them at a time."""
 
     prompts: list[list[int]]
     seeds: list[int]
@@ -27,7 +27,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Done:
-    """What came of a batch."""
+    """Result of a batch."""
 
     seconds: float
     num_tokens: int
@@ -39,7 +39,7 @@ class Done:
 
 
 class Batches:
-    """Makes batches, no two with a prompt in common: a prefix that was computed before would make the later faster."""
+    """Makes batches without common prompts, because a cached prefix would make a later batch faster."""
 
     def __init__(self, num_prompt_tokens: int, vocabulary: int, seed: int = 0):
         self.num_prompt_tokens, self.vocabulary = num_prompt_tokens, vocabulary
@@ -56,7 +56,7 @@ class Batches:
 
 
 def checked(way: str, batch: Batch, done: Done) -> Done:
-    """Whoever skips tokens or log-probs is fast, but not comparable."""
+    """Returns the result; raises if tokens or log-probs are missing, because it would then not be comparable."""
     wanted = len(batch.prompts) * batch.num_tokens
     if (done.num_tokens, done.num_logprobs) != (wanted, wanted):
         raise OffbeatError(

@@ -39,7 +39,7 @@ TARGET = 0.6
 WITHIN_S = 900.0
 POLL_S = 0.02
 REWARD = re.compile(r"'reward': ")
-"""In what TRL prints after a step."""
+"""Matches TRL's output after a step."""
 say = partial(report.say, "first_reward")
 
 
@@ -50,8 +50,8 @@ class Times:
 
 
 def measure(python: Path, script: Path, folder: Path, has_reward: Callable[[Path], bool]) -> Times:
-    """Runs a user's `script` in `folder`. `has_reward` tells whether the first reward is there, from the file that gets
-    what the script prints."""
+    """Runs a user's `script` in `folder`. `has_reward` gets the path of the script's output and returns whether there
+    is a first reward."""
     log = folder / f"{script.stem}.log"
     variables = {**os.environ, "PYTHONPATH": str(report.REPOSITORY / "src"), "HF_HUB_OFFLINE": "1"}
     variables |= {"PYTHONUNBUFFERED": "1"}
@@ -89,7 +89,7 @@ def trl_has_reward(log: Path) -> bool:
 
 
 def offbeat_has_reward(log: Path) -> bool:
-    """Looks into the run's metrics; the console shows a step as soon as its row is there."""
+    """Whether the run's metrics have a row; the console shows a step as soon as its row is written."""
     metrics = log.parent / "runs" / "offbeat" / "metrics.jsonl"
     return metrics.is_file() and '"reward"' in metrics.read_text()
 

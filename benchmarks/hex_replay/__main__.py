@@ -1,8 +1,8 @@
 """AReaL-Hex's published figures by our cost model: `python -m benchmarks.hex_replay [--quick]`.
 
-Six constants are fitted to the figures of two models and predict those of the third, each model left out in turn. Then,
-with constants from all three: Hex's own plan with its blocking update over 24 H800, and our planner on the same
-machines. Everything is arithmetic on what was published and on an assumed batch: no AReaL-Hex ran here.
+Six constants are fitted to the figures of two models and predict those of the third; each model is left out in turn.
+Then, with constants from all three, Hex's own plan with its blocking update is compared with 24 H800, and so is our
+planner on the same machines. Everything is computed from published figures and an assumed batch; AReaL-Hex did not run.
 
 How the form was chosen, after looking at the errors of left-out models, and by their mean alone: that a rollout is one
 batch that drains, that training goes with activations and not with FLOP, that every receiving machine takes a copy of
@@ -49,7 +49,7 @@ HEADER = ("figure", "source", "model", "published", "predicted", "error")
 
 
 def left_out() -> list[tuple[Point, float]]:
-    """Every figure with what constants that have not seen its model predict."""
+    """Returns every published figure with its prediction, by constants that were fitted without its model."""
     everything = points()
     predicted = []
     for model in MODELS:

@@ -1,9 +1,9 @@
 """Seconds of a rollout that starts a whole batch at once and waits for its longest answer, on cards of one kind.
 
-Every card is a replica of its own and takes an even share of the answers. Lengths are exponential, cut at the longest:
-after k tokens a share of exp(-k / mean) still runs, and no card that runs any runs less than one. A token takes one
-step of `offbeat.planner.cost.rollout_time` with the rows and the context of that moment. The integral of those steps
-over k is in closed form, so that a fit may ask for it a hundred thousand times.
+Every card is a replica and takes an even share of the answers. Lengths are exponential, cut at the longest: after k
+tokens a share of exp(-k / mean) still runs, but at least one answer on each card. A token takes one step of
+`offbeat.planner.cost.rollout_time` with the rows and the context of that moment. The integral of the steps over k has a
+closed form, so that a fit can compute it a hundred thousand times.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from offbeat.planner.inputs.workload import Workload
 
 
 def drain_s(workload: Workload, card: Accelerator, figures: Efficiencies, num_cards: int) -> float:
-    """From the first token of the batch to the last of its longest answer."""
+    """Seconds from the first token of the batch to the last token of its longest answer."""
     model, answer = workload.model, workload.answer
     rows = max(1.0, workload.trajectories_per_step / num_cards)
     alone = _fallen_to(1.0, rows, answer.mean, answer.longest)
@@ -40,15 +40,15 @@ def ridge_rows(card: Accelerator, figures: Efficiencies, bytes_per_weight: int) 
 
 
 def _fallen_to(level: float, rows: float, mean: float, longest: float) -> float:
-    """Tokens after which so few rows of a card are left."""
+    """Number of tokens after which only `level` rows of a card are left."""
     return min(longest, max(0.0, mean * math.log(rows / level)))
 
 
 def _left(mean: float, tokens: float) -> float:
-    """The share that still runs, over the first so many tokens."""
+    """Integral of the share of answers that still run, over the first `tokens` tokens."""
     return mean * (1 - math.exp(-tokens / mean))
 
 
 def _left_behind(mean: float, tokens: float) -> float:
-    """The same, each token times the number of those before it."""
+    """Same as `_left`, but with each token weighted by the number of tokens before it."""
     return mean * (mean - (tokens + mean) * math.exp(-tokens / mean))

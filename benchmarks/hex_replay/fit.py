@@ -1,7 +1,7 @@
-"""Six constants from published figures, by the least mean square error of logarithms; deterministic.
+"""Fits six constants to published figures, by the mean squared error of logarithms; deterministic.
 
-Squares, because the least of absolute errors is flat: over the starts of a search the held-out error wandered by a
-point, where that of squares stays.
+Errors are squared, because the minimum of absolute errors is flat: the held-out error then depended by a point on the
+start of the search.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from benchmarks.hex_replay.replay import Replay, Six
 
 START = Six(0.2, 0.1, 0.10, 0.04, 1.0, 200.0)
 NUM_STARTS = 4
-"""Splits by whole nodes make the error jump, so the search begins at several places."""
+"""Number of starting points of the search, which needs several, because splits by whole nodes make the error jump."""
 SAME = 1e-4
-"""A search may stall, so the best is searched from again until it gains no more than this."""
+"""Gain below which the search ends. A search may stall, so it is repeated from the best point until then."""
 
 
 def fit(points: Sequence[Point]) -> Six:
-    """What explains these figures best."""
+    """Returns the constants that fit these figures best."""
     starts = [_numbers(START) + np.random.default_rng(seed).normal(0, 0.4, 6) for seed in range(NUM_STARTS)]
     found = min((_downhill(one, points) for one in starts), key=lambda result: result.fun)
     while (better := _downhill(found.x, points)).fun < found.fun * (1 - SAME):

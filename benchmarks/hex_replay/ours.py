@@ -1,10 +1,9 @@
-"""Our planner on the published machines, with the constants that the published figures decided: all of it modelled.
+"""Our planner on the published machines, with the constants fitted to the published figures; all of it is modelled.
 
-The planner has its own rules: an update is relayed while generation goes on, at most `bound` batches are in flight, and
-the tail of the answers ends within the age window. No step waits for its longest answer: answers run on over versions
-as far as the bound lets them, so that a card always has as many rows as its column says. One thing is held back: gangs
-of unlike machines, because the fitted MFU holds all communication of gangs of one type, so that a mixed one would get
-its slow link for nothing.
+The planner keeps its own rules: an update is relayed during generation, at most `bound` batches are in flight, and long
+answers end within the age window. No step waits for its longest answer: answers continue over versions within the
+bound, so a card always has as many rows as its column says. Gangs of two types of machines are left out. The fitted MFU
+includes all communication inside one type, so a mixed gang would get its slow link at no cost.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from offbeat.planner.problem import PlanningProblem
 from offbeat.planner.solve.search import Result, cheapest, fastest
 
 Machines = tuple[int, int]
-"""H800 and H20."""
+"""Numbers of H800 and H20."""
 MIXED: Machines = (8, 48)
 ALIKE: Machines = (24, 0)
 
 
 @dataclass(frozen=True)
 class Ours:
-    """What a plan promises."""
+    """Figures of a plan."""
 
     tokens_per_s: float
     price_per_h: float
@@ -36,51 +35,52 @@ class Ours:
 
 
 def problem(model: str, six: Six, machines: Machines = MIXED, *, has_age_window: bool = True) -> PlanningProblem:
-    """Of so many H800 and H20."""
+    """Returns the planning problem on these numbers of H800 and H20."""
     whole = problem_of(inventory(*machines), workload(model), six.constants(model))
     demand = whole.demand if has_age_window else replace(whole.demand, tail_tokens=0.0)
     return replace(whole, demand=demand, gangs=tuple(gang for gang in whole.gangs if len(gang.nodes) == 1))
 
 
 def quickest(model: str, six: Six, machines: Machines = MIXED, *, has_age_window: bool = True) -> Ours:
-    """On as many of the machines as it takes."""
+    """Returns the fastest plan, on as many of the machines as it needs."""
     found = _ours(fastest(problem(model, six, machines, has_age_window=has_age_window)))
     assert found is not None, f"{model}: no plan on {machines[0]} H800 and {machines[1]} H20"
     return found
 
 
 def least(model: str, six: Six, tokens_per_s: float) -> Ours | None:
-    """The least money for so many tokens a second; None where the machines cannot make them."""
+    """Returns the cheapest plan with this throughput; None if the machines cannot reach it."""
     return _ours(cheapest(problem(model, six), tokens_per_s))
 
 
 @dataclass(frozen=True)
 class Beside:
-    """Our plan beside 24 H800, by the model."""
+    """Our plan compared with 24 H800, by the cost model."""
 
     plan: Ours
     cheapest: Ours | None
-    """At the throughput of the modelled 24 H800."""
+    """Cheapest plan with the throughput of the modelled 24 H800."""
     over_modelled: float
-    """Tokens a second over those of the modelled 24 H800."""
+    """Our tokens per second over those of the modelled 24 H800."""
     over_hex: float
-    """Over those of the modelled Hex, times the published ratio of Hex."""
+    """Our tokens per second over those of the modelled Hex, times Hex's published speed-up over 24 H800."""
     over_published: float
-    """Over those of the published 24 H800: a model beside a measurement."""
+    """Our tokens per second over those published for 24 H800, so a model is compared with a measurement."""
     without_age_window: float
-    """As `over_modelled`, by a plan that need not keep the bound for the answers of the tail."""
+    """Same as `over_modelled`, for a plan without the age window for long answers."""
     hidden_update: float
-    """The same of the modelled Hex if nothing waited for its update, but its steps still for their longest answer."""
+    """Same as `over_modelled`, for the modelled Hex if nothing waited for its update. Steps still wait for their
+    longest answer."""
     on_h800: float
-    """The same of our plan on 24 H800: what is left of the gain without other machines."""
+    """Same as `over_modelled`, for our plan on 24 H800: the part of the gain that needs no other machines."""
     saving: float
-    """Price of 24 H800 over that of the cheapest; 0 where no plan reaches their throughput."""
+    """Price of 24 H800 over that of the cheapest plan; 0 if no plan reaches their throughput."""
     hex_saving: float
-    """The same of Hex's way to use machines, by the model."""
+    """Price of 24 H800 over that of machines that reach their throughput when used as Hex does, by the model."""
 
     @property
     def speedup(self) -> float:
-        """The model errs on the published ratio, in our favour for some: the smaller counts."""
+        """The smaller of `over_modelled` and `over_hex`, because for some models the cost model errs in our favour."""
         return min(self.over_modelled, self.over_hex)
 
 

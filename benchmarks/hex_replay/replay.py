@@ -1,12 +1,12 @@
-"""The cost model on AReaL-Hex's clusters, with six constants that its figures decide.
+"""The cost model on AReaL-Hex's clusters, with six constants fitted to its published figures.
 
-The batch is unknown: 512 trajectories of about 5,000 tokens are assumed, exponentially spread and cut at the published
-27,648, because throughput times step time gives 1.7 to 3.0 million tokens. Splits of clusters of one type are unknown
-too: the best by whole nodes for a *tuned* one, half and half for a *uniform* one. So is the shape of replicas: a card
-each, which holds every one of these models.
+Some facts are unknown and therefore assumed. The batch has 512 trajectories of about 5,000 tokens, with exponential
+lengths cut at the published 27,648, because throughput times step time gives 1.7 to 3.0 million tokens. Clusters of one
+type are split by whole nodes in the best way (*tuned*), or half and half (*uniform*). A replica is one card, which can
+hold each of these models.
 
-A rollout is one batch that drains (see `draining`). What a step costs whatever its rows, reading the weights and the
-overhead, is what the default constants say; what each row adds is slower by a factor of its kind of card.
+A rollout is one batch that drains (see `draining`). The part of a decode step that does not depend on its rows (reading
+weights, overhead) has the default constants; the part of each row is slower by a factor for the kind of card.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ H20 = Accelerator("h20", 148e12, 96e9, 4.0e12, 450e9, 50e9, 1.85, "AReaL-Hex")
 CARDS = {card.name: card for card in (H800, H20)}
 PRICES = {"h800": 5.28, "h20": 1.85}
 MAX_H20 = 128
-"""Beyond, copies of an update take longer than more machines save."""
+"""Largest number of H20 tried; with more, the copies of an update take longer than the machines save."""
 SHAPES = {
     "1.5B": ModelShape("R1-Distill-Qwen-1.5B", 28, 1536, 12, 2, 128, 8960, 151_936),
     "7B": ModelShape("R1-Distill-Qwen-7B", 28, 3584, 28, 4, 128, 18_944, 152_064),
     "14B": ModelShape("R1-Distill-Qwen-14B", 48, 5120, 40, 8, 128, 13_824, 152_064),
 }
 KNOWN = "7B"
-"""Where the training share is what the constants say."""
+"""Model for which the fitted training share is the MFU itself."""
 
 
 @dataclass(frozen=True)
 class Six:
-    """What the published figures decide."""
+    """The six fitted constants."""
 
     h800_rollout: float
-    """What each row of a decode step costs by the default constants, over what it costs here."""
+    """Time that each row adds to a decode step by the default constants, over its time here."""
     h20_rollout: float
     h800_training: float
-    """MFU of the 7B, all communication included; of other models see `activations`."""
+    """MFU of the 7B model, with all communication included; for other models see `activations`."""
     h20_training: float
     update_start_s: float
-    """Of an update inside one type, however small."""
+    """Constant part of the seconds of an update inside one type of machines."""
     link_passes: float
-    """Beside that, it takes the weights' bytes this many times over the link inside a node."""
+    """Number of times that an update sends the bytes of the weights over the link inside a node."""
 
     def constants(self, model: str) -> Constants:
-        """As the planner reads them: what goes with the rows is slower, what does not is as by default."""
+        """Returns the planner's constants: shares of work per row are scaled, all others are the defaults."""
         constants = Constants()
         flop = ideal_training_s(model, "h800") / ideal_training_s(KNOWN, "h800")
         for name, rollout, training in (
@@ -75,7 +75,7 @@ class Six:
 
 
 def inventory(num_h800: int, num_h20: int) -> Inventory:
-    """Machines as published: 5 GB/s between like ones, 1.5 GB/s between unlike ones."""
+    """Returns the published machines, with 5 GB/s between nodes of a type and 1.5 GB/s between types."""
     counts = {"h800": num_h800 // PER_NODE, "h20": num_h20 // PER_NODE}
     classes = {name: MachineClass(name, CARDS[name], PER_NODE, counts[name], PRICES[name]) for name in counts}
     links = {frozenset((one,)): Link(5e9) for one in classes} | {frozenset(classes): Link(1.5e9)}
@@ -83,7 +83,7 @@ def inventory(num_h800: int, num_h20: int) -> Inventory:
 
 
 def workload(model: str) -> Workload:
-    """AReaL's mathematics with the assumed batch; its blocking update is counted by itself."""
+    """Returns AReaL's workload (mathematics) with the assumed batch. Its blocking update is computed separately."""
     return Workload(
         SHAPES[model],
         groups_per_step=32,
@@ -97,22 +97,23 @@ def workload(model: str) -> Workload:
 
 
 ROW_SHARES = ("gemm_share", "kv_read_share", "prefill_share", "link_share")
-"""What of the peak is reached by the parts of a step that grow with its rows."""
+"""Constants for the parts of a decode step that grow with its rows: the shares of the peak that they reach."""
 
 
 def row_shares(factor: float) -> dict[str, float]:
-    """Of the defaults by one factor."""
+    """Returns the defaults of `ROW_SHARES`, multiplied by `factor`."""
     return {name: factor * getattr(Efficiencies(), name) for name in ROW_SHARES}
 
 
 @cache
 def ideal_training_s(model: str, card: str) -> float:
-    """Of one card at its peak."""
+    """Seconds of training a step on one card at its peak."""
     return compute_s(workload(model), CARDS[card].flops, recompute=False)
 
 
 def activations(model: str) -> float:
-    """Of a token in all layers, over those of the 7B: what the published training seconds go with, and not FLOP."""
+    """Activations of a token in all layers, over those of the 7B model. The published training seconds are proportional
+    to this, not to FLOP."""
     shape, known = SHAPES[model], SHAPES[KNOWN]
     return shape.num_layers * shape.hidden / (known.num_layers * known.hidden)
 
@@ -128,7 +129,7 @@ class Replay:
         self._rollouts: dict[tuple[str, int], float] = {}
 
     def rollout_s(self, card: str, num_cards: int) -> float:
-        """Of a batch until its longest answer ends."""
+        """Seconds until the longest answer of a batch ends."""
         key = card, num_cards
         if key not in self._rollouts:
             self._rollouts[key] = drain_s(self.workload, CARDS[card], self.figures[card], num_cards)
@@ -139,12 +140,12 @@ class Replay:
         return one_s / num_cards
 
     def update_s(self, card: str) -> float:
-        """Inside one type."""
+        """Seconds of an update inside one type of machines."""
         sent_s = weight_bytes(SHAPES[self.model]) / CARDS[card].link_bytes_per_s
         return self.six.update_start_s + self.six.link_passes * sent_s
 
     def hex_update_s(self, num_h20: int) -> float:
-        """Every receiving machine takes a copy of its own over the slow link, one after the other."""
+        """Seconds of Hex's update, in which every receiving machine in turn gets its own copy over the slow link."""
         link = inventory(8, num_h20).link("h800", "h20")
         return num_h20 // PER_NODE * update_bytes(self.workload) / link.bytes_per_s
 
@@ -157,15 +158,15 @@ class Replay:
         return min(splits, key=max)
 
     def hex_rate(self, num_h20: int) -> float:
-        """All H20 roll out, eight H800 train, and both wait for the update."""
+        """Tokens per second if all H20 roll out, eight H800 train, and both wait for the update."""
         return self.tokens / (self.hex_update_s(num_h20) + self.tokens / self.hidden_rate(num_h20))
 
     def hidden_rate(self, num_h20: int) -> float:
-        """The same if nothing waited for an update."""
+        """Same as `hex_rate`, but without waiting for updates."""
         return self.tokens / max(self.rollout_s("h20", num_h20), self.train_s("h800", 8))
 
     def hex_price_per_h(self, rate: float) -> float:
-        """The least of one node of H800 that trains and nodes of H20 that roll out, for so many tokens a second."""
+        """Lowest price of one training node of H800 and rollout nodes of H20 that reach `rate` tokens per second."""
         enough = (num for num in range(PER_NODE, MAX_H20 + 1, PER_NODE) if self.hex_rate(num) >= rate)
         num_h20 = next(enough, math.inf)
         return PER_NODE * PRICES["h800"] + num_h20 * PRICES["h20"]
@@ -200,4 +201,4 @@ PREDICTIONS: dict[str, Callable[[Replay], float]] = {
     "rollout s, 24 H800 + 24 H20": lambda replay: replay.rollout_s("h20", 24),
     "training s, 24 H800 + 24 H20": lambda replay: replay.train_s("h800", 24),
 }
-"""By the names of the published figures."""
+"""Functions that predict the published figures, by the figures' names."""

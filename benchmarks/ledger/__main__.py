@@ -1,14 +1,14 @@
-"""The ledger against SQLite alone: what durability with its checks costs over bare rows of the same bytes.
+"""The ledger against SQLite alone: the cost of its checks, compared with bare rows of the same bytes.
 
-All files lie on the repository's disk, with the same settings (WAL, `synchronous=FULL`); compared calls take turns, one
-by one, so that a slow moment of the disk meets both. Measured are
+All files are on the repository's disk, with the same settings (WAL, `synchronous=FULL`). Compared calls take turns one
+by one, so that a slow moment of the disk affects both. Measures
 
 - submissions: `Ledger.submit` (fences, prompts, versions, digests, segments, sums) over bare inserts of the same bodies
   into one table, at 1 and at 16 rows per commit;
-- a claim of 512 trajectories out of 100,000 that wait, over a bare SELECT and UPDATE of as many of as many. The claim
-  also chooses by age, checks the bound and returns trajectories ready to train;
-- growth: what a submission, a lease and a claim cost in a ledger with a million trained trajectories, over one with ten
-  thousand.
+- a claim of 512 trajectories out of 100,000 waiting ones, over a bare SELECT and UPDATE of as many rows. The claim also
+  chooses by age, checks the bound and returns trajectories ready to train;
+- growth: the cost of a submission, a lease and a claim in a ledger with a million trained trajectories, over one with
+  ten thousand.
 
 A quick run has fewer rows waiting and trained, so its claims and growth decide nothing.
 """

@@ -1,4 +1,4 @@
-"""A ledger and a bare SQLite table, filled alike."""
+"""A ledger and a bare SQLite table, filled with the same data."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from offbeat.weights.version import Version
 
 GROUP_SIZE, GROUPS_PER_CLAIM = 8, 64
 NUM_TOKENS = 4
-"""With which a body has some 220 bytes: the less there is to write, the more the ledger's own work shows."""
+"""Tokens of an answer. A body then has some 220 bytes; the less there is to write, the more the ledger's own work
+shows."""
 PROMPT = np.arange(1, 4, dtype=np.int32)
 SAMPLING = Sampling(max_new_tokens=NUM_TOKENS)
 WORKER = "worker"
 BOUND = 1000
-"""So that nothing goes stale while the same rows wait for one claim after the other."""
+"""Staleness bound, so large that no row becomes stale while rows wait for many claims."""
 FILL_GROUPS = 512
-"""Groups of one step while a ledger is filled."""
+"""Number of groups of a step while a ledger is filled."""
 
 
 class Plain:
@@ -57,7 +58,7 @@ class Plain:
 
 
 class Run:
-    """A ledger and what happens to it: groups drawn, answered, scored, trained."""
+    """A ledger with the operations of a run: groups are drawn, answered, scored and trained."""
 
     def __init__(self, path: Path):
         self.ledger = Ledger(path, LedgerTerms(max_staleness=BOUND))
@@ -96,7 +97,7 @@ class Run:
         self.ledger.commit(self.step - 1, Version(number, self.step, parent.number, f"weights {number}", path))
 
     def fill(self, num_trajectories: int, *, trained: bool) -> None:
-        """Adds trajectories, waiting or trained, as a run would: through every state on the way."""
+        """Adds waiting or trained trajectories as a run would, through every state before."""
         left = num_trajectories // GROUP_SIZE
         while left > 0:
             num_groups = min(FILL_GROUPS, left)

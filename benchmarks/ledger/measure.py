@@ -29,7 +29,7 @@ def seconds_of(call: Callable[[], T]) -> tuple[float, T]:
 
 
 def in_turn(calls: Sequence[Callable[[], object]]) -> list[float]:
-    """Seconds of each call, made one after the other."""
+    """Makes calls one after the other and returns the seconds of each."""
     return [seconds_of(call)[0] for call in calls]
 
 
@@ -41,7 +41,7 @@ def slices_of(items: Sequence[T], size: int) -> list[Sequence[T]]:
 
 
 def submissions(folder: Path, rows_per_commit: int, num_commits: int, num_rounds: int) -> list[tuple[float, float]]:
-    """Submissions per second, ledger's and bare, a pair per round."""
+    """Returns submissions per second of the ledger and of the bare table, a pair per round."""
     plain = Plain(folder / f"plain-{rows_per_commit}.sqlite")
     rates = []
     with opened(folder, f"submit-{rows_per_commit}") as run:
@@ -63,7 +63,7 @@ def submissions(folder: Path, rows_per_commit: int, num_commits: int, num_rounds
 
 
 def claims(folder: Path, num_waiting: int, num_rounds: int) -> list[tuple[float, float]]:
-    """Seconds of a claim, ledger's and bare, a pair per round."""
+    """Returns the seconds of a claim in the ledger and in the bare table, a pair per round."""
     plain = Plain(folder / "plain-claim.sqlite")
     taken = []
     with opened(folder, "claim") as run:
@@ -82,7 +82,7 @@ def claims(folder: Path, num_waiting: int, num_rounds: int) -> list[tuple[float,
 
 
 def growth(folder: Path, sizes: tuple[int, int], num_rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of a submission, a lease and a claim in a small and in a large ledger, a pair per round."""
+    """Returns the seconds of a submission, a lease and a claim in a small and in a large ledger, a pair per round."""
     taken: dict[str, list[tuple[float, float]]] = {"submit": [], "lease": [], "claim": []}
     with opened(folder, "small") as small, opened(folder, "large") as large:
         for run, size in zip((small, large), sizes, strict=True):
@@ -96,7 +96,7 @@ def growth(folder: Path, sizes: tuple[int, int], num_rounds: int) -> dict[str, l
 
 
 def _step_of_both(small: Run, large: Run) -> dict[str, tuple[float, float]]:
-    """One step in both ledgers, call by call in turn; medians of each kind of call."""
+    """Runs one step in both ledgers, with calls in turn, and returns the median of each kind of call."""
     both = (small, large)
     leases: tuple[list[float], list[float]] = ([], [])
     submits: tuple[list[float], list[float]] = ([], [])

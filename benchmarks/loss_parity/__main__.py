@@ -1,11 +1,11 @@
 """Offbeat's losses beside TRL's: `python -m benchmarks.loss_parity [--quick] [--trl-python PATH] [--record FILE]`.
 
-GRPO, Dr.GRPO, DAPO, GSPO and CISPO get the same drawn log-probs, rewards and masks in both systems, through TRL's real
-`GRPOTrainer` (advantages, importance weights and loss, in float64) and through Offbeat's real training step (in
-float32, as it trains). Compared are the loss of each update and its gradient with respect to every token's log-prob:
-with a ratio of 1 and with older log-probs, with and without KL, without and with truncated or masked importance
-sampling. Settings of either side bring both to one definition, see cases.py; where none does, TRL's figures must
-follow from Offbeat's by a known factor, see differences.py.
+GRPO, Dr.GRPO, DAPO, GSPO and CISPO get the same random log-probs, rewards and masks in both systems: in TRL's real
+`GRPOTrainer` (advantages, importance weights and loss, in float64), and in Offbeat's real training step (in float32, as
+it trains). Compares the loss of each update and its gradient with respect to every token's log-prob. The cases cover
+ratios of 1 and older log-probs, with and without KL, and without, with truncated and with masked importance sampling.
+Where possible, settings bring both systems to the same definition (cases.py). Otherwise TRL's figures must follow from
+Offbeat's by a known formula (differences.py).
 """
 
 from __future__ import annotations

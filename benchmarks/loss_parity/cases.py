@@ -1,6 +1,6 @@
-"""What both systems are asked for: answers with drawn numbers, and algorithms as each system's own settings name them.
+"""The cases given to both systems: answers with random numbers, and algorithms in each system's own settings.
 
-Every drawn number fits float32, in which Offbeat trains, so that TRL sees the very same ones in float64.
+Every number fits float32, in which Offbeat trains, so that TRL gets exactly the same numbers in float64.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 MAX_NEW_TOKENS = 40
-"""What Dr.GRPO divides by: more than any answer's length, and than the padded width."""
+"""Length by which Dr.GRPO divides; larger than any answer and than the padded width."""
 KL_COEF = 0.1
 NORMALISED_AS_TRL = "benchmarks.loss_parity.ours:normalised_as_trl"
-"""GRPO's advantage with TRL's 1e-4 beside the standard deviation, where Offbeat has 1e-6."""
+"""GRPO's advantage, but with 1e-4 added to the standard deviation, as in TRL; Offbeat adds 1e-6."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,10 @@ class Shape:
 
 
 SHAPES = (Shape(4, 4, 12), Shape(2, 8, 32), Shape(6, 2, 5))
-"""Groups are even in number, to be dealt to two updates, and equal in size, which TRL needs."""
+"""Shapes of the batches. The number of groups is even, because they are divided between two updates, and all groups
+have the same size, which TRL needs."""
 SMALL = Shape(2, 3, 4)
-"""For figures that are written down."""
+"""Shape of the batches whose figures are recorded in a file."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Answer:
     group: int
     logprobs: np.ndarray
     start: np.ndarray
-    """Log-probs at the step's start; those of now where a step has one update."""
+    """Log-probs at the step's start; equal to `logprobs` if a step has one update."""
     behaviour: np.ndarray
     reference: np.ndarray
     mask: np.ndarray
@@ -48,15 +49,15 @@ class Answer:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One loss, as either system's settings say it."""
+    """One loss in the settings of each system."""
 
     name: str
     ours: Mapping[str, Any]
-    """Of `[loss]`."""
+    """Keys of Offbeat's section `[loss]`."""
     trl: Mapping[str, Any]
-    """Of GRPOConfig."""
+    """Fields of TRL's GRPOConfig."""
     variant: str = ""
-    """What sets it apart from the same algorithm's usual form."""
+    """Difference from the usual form of the algorithm."""
 
     @property
     def label(self) -> str:
@@ -115,8 +116,9 @@ ALGORITHMS = (
 )
 
 DRIFTS = {"one update": None, "near": 0.003, "far": 1.0}
-"""How far the log-probs of now are from those at the step's start: GSPO's customary clip is about as narrow as `near`,
-and `far` reaches every other bound. With one update they are the same, and neither system computes them twice."""
+"""Standard deviation of the current log-probs from those at the step's start. `near` is about as wide as GSPO's usual
+clip range, and `far` exceeds every other bound. With one update both are the same, and neither system computes them
+twice."""
 CORRECTIONS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "none": ({}, {}),  # what a run that generates, then trains, has by itself
     "tis": (
@@ -140,7 +142,7 @@ CORRECTIONS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A comparison: the same answers through both systems, one update or two."""
+    """A comparison of both systems on the same answers, with one update or two."""
 
     algorithm: Algorithm
     drift: str
@@ -156,7 +158,7 @@ class Case:
 
     @property
     def updates(self) -> list[list[int]]:
-        """The answers of each update: all of them, or those of the first and of the second half of the groups."""
+        """Indices of the answers of each update: all answers, or those of the first and the second half of groups."""
         if DRIFTS[self.drift] is None:
             return [list(range(len(self.answers)))]
         half = (max(answer.group for answer in self.answers) + 1) // 2
@@ -170,7 +172,7 @@ class Case:
 
     @property
     def trl(self) -> dict[str, Any]:
-        # Its KL term is weighed by the ratio unless told otherwise; a second pass over a batch is what needs a ratio.
+        # By default TRL multiplies its KL term by the ratio. TRL computes a ratio only for a second pass over a batch.
         kl = {"beta": KL_COEF, "use_bias_correction_kl": False} if self.kl else {"beta": 0.0}
         iterations = {"num_iterations": 1 if DRIFTS[self.drift] is None else 2}
         return {**self.algorithm.trl, **kl, **iterations, **CORRECTIONS[self.correction][1], **self.further_trl}
@@ -185,19 +187,19 @@ class Case:
 
 ALL_TERMS = tuple(product((False, True), CORRECTIONS))
 FEW_TERMS = ((False, "none"), (True, "tis"))
-"""KL and correction: nothing but the loss, and both terms at once."""
+"""Pairs of KL and correction: the loss alone, and both terms at once."""
 
 
 def cases(shapes: Sequence[Shape], num_seeds: int, terms: Sequence[tuple[bool, str]] = ALL_TERMS) -> Iterator[Case]:
-    """Every algorithm with every drift and these terms, each on answers of its own."""
+    """Yields a case for every algorithm, drift and pair of terms, each with its own answers."""
     combinations = product(shapes, range(num_seeds), ALGORITHMS, DRIFTS, terms)
     for seed, (shape, _, algorithm, drift, (kl, correction)) in enumerate(combinations):
         yield Case(algorithm, drift, kl, correction, draw(shape, drift, seed))
 
 
 def draw(shape: Shape, drift: str, seed: int) -> list[Answer]:
-    """Groups of right and wrong answers, groups of graded ones, and one without a difference; tokens that are not
-    trained on here and there, and one answer of nothing else."""
+    """Draws answers. Some groups have rewards of 0 and 1, some graded rewards, and some equal rewards. Some tokens are
+    masked, and one answer is masked altogether."""
     rng = np.random.default_rng(seed)
     answers = []
     for group in range(shape.num_groups):

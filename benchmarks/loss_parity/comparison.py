@@ -28,7 +28,7 @@ def jobs_of(case: Case, *, is_cut: bool = False) -> list[Job]:
 
 
 def ask(asked: Sequence[tuple[Case, bool]], python: Path) -> tuple[str, list[list[Outcome]]]:
-    """TRL's version and outcomes, a list of updates for each case."""
+    """Returns TRL's version, and for each case a list with the outcome of each update."""
     jobs = [jobs_of(case, is_cut=is_cut) for case, is_cut in asked]
     version, answered = theirs.outcomes([job for of_case in jobs for job in of_case], python)
     rest = iter(answered)
@@ -36,13 +36,13 @@ def ask(asked: Sequence[tuple[Case, bool]], python: Path) -> tuple[str, list[lis
 
 
 def compare(case: Case, told: Sequence[Outcome]) -> list[Gap]:
-    """The gap of every update of a case."""
+    """Returns the gap of every update of a case."""
     found = ours.outcomes(case.ours, case.answers, case.updates)
     return [gap(mine, other) for mine, other in zip(found, told, strict=True)]
 
 
 def account(difference: Difference, told: Sequence[Outcome]) -> tuple[list[Gap], list[Gap]]:
-    """The gap of every update as it is, and once the difference is accounted for."""
+    """Returns the gaps of all updates, first as they are and then with the known difference taken into account."""
     case = difference.case
     found = ours.outcomes(case.ours, case.answers, case.updates)
     expected = [difference.account(f, case.part(u), case) for f, u in zip(found, case.updates, strict=True)]
@@ -51,7 +51,7 @@ def account(difference: Difference, told: Sequence[Outcome]) -> tuple[list[Gap],
 
 
 def record(file: Path, python: Path) -> None:
-    """Writes down what TRL says of a few small cases, for tests that run without it."""
+    """Records TRL's outcomes of a few small cases in a file, for tests that run without TRL."""
     few, known = list(cases([SMALL], 1, FEW_TERMS)), differences(SMALL)
     asked = [(case, False) for case in few] + [(one.case, one.is_cut) for one in known]
     version, told = ask(asked, python)
@@ -70,7 +70,7 @@ def _written(update: Outcome) -> dict[str, Any]:
 
 
 def worst_bar(values: Sequence[float]) -> report.Bar:
-    """The worst counts; nothing here is timed, so a quick run decides too."""
+    """Returns the bar for the worst of `values`. Nothing here is timed, so a quick run decides too."""
     most = max(values)
     holds = all(value <= TARGET for value in values)  # not max(), which may pass over NaN
     return report.Bar(float(shown(most)), TARGET, holds, (float(shown(min(values))), float(shown(most))))

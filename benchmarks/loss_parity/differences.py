@@ -1,6 +1,6 @@
-"""Where TRL and Offbeat mean different things, and by how much: TRL's outcome as it follows from Offbeat's.
+"""Known differences between the definitions of TRL and Offbeat, each with a formula from Offbeat's outcome to TRL's.
 
-Each difference is one that no setting of either side takes away, or a default of TRL that Offbeat has on purpose not.
+No setting of either system removes these differences, or they are defaults of TRL that Offbeat leaves out on purpose.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LOW_CAP = 0.28
 NO_CAP = 1e9
 
 Account = Callable[[Outcome, Sequence[Answer], Case], Outcome]
-"""From our outcome of an update, the update's answers and the case, to what TRL's must be."""
+"""Computes TRL's expected outcome of an update from Offbeat's outcome, the update's answers and the case."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Difference:
     case: Case
     account: Account
     is_cut: bool = False
-    """TRL gets the whole batch and cuts it into the updates itself, instead of one batch for each."""
+    """Whether TRL gets the whole batch and splits it into updates itself, instead of one batch for each update."""
 
 
 def differences(shape: Shape) -> list[Difference]:
@@ -74,7 +74,7 @@ def differences(shape: Shape) -> list[Difference]:
 
 
 def _std_floor(ours: Outcome, answers: Sequence[Answer], case: Case) -> Outcome:
-    """Every advantage is smaller by the quotient of what it was divided by."""
+    """Scales every advantage by the ratio of the two divisors, standard deviation plus floor."""
     groups = np.array([answer.group for answer in answers])
     rewards = np.array([answer.reward for answer in answers])
     stds = np.array([rewards[groups == group].std(ddof=1) for group in groups])
@@ -83,7 +83,8 @@ def _std_floor(ours: Outcome, answers: Sequence[Answer], case: Case) -> Outcome:
 
 
 def _kl_by_ratio(ours: Outcome, answers: Sequence[Answer], case: Case) -> Outcome:
-    """r k3 instead of k3, and r has a gradient too: r (k3 + 1 - e^x) instead of 1 - e^x."""
+    """Replaces the KL term k3 by r k3, with the ratio r. Because r has a gradient too, the term's gradient 1 - e^x
+    becomes r (k3 + 1 - e^x)."""
     num_trained = sum(int(answer.mask.sum()) for answer in answers)
     loss, gradients = ours.loss, []
     for gradient, answer in zip(ours.gradients, answers, strict=True):
@@ -96,7 +97,7 @@ def _kl_by_ratio(ours: Outcome, answers: Sequence[Answer], case: Case) -> Outcom
 
 
 def _product(ours: Outcome, answers: Sequence[Answer], case: Case) -> Outcome:
-    """The n-th power: exp of the sum of log-ratios instead of their mean."""
+    """Replaces the weight of a sequence, exp of the mean of its log-ratios, by exp of their sum."""
     factors = []
     for answer in answers:
         log_ratios = (answer.start.astype(np.float64) - answer.behaviour)[answer.mask]
@@ -111,8 +112,8 @@ def _tokens_of_the_batch(ours: Outcome, answers: Sequence[Answer], case: Case) -
 
 
 def _scaled(ours: Outcome, factors: Sequence[float] | np.ndarray, of_loss: float | None = None) -> Outcome:
-    """Every answer's gradient times its factor; so too the loss, which with a ratio of 1 is the gradient's sum where
-    answers have factors of their own."""
+    """Multiplies every answer's gradient by its factor. Multiplies the loss by `of_loss`; if that is None, the loss is
+    the sum of the gradients, as with a ratio of 1."""
     gradients = [gradient * factor for gradient, factor in zip(ours.gradients, factors, strict=True)]
     loss = sum(float(gradient.sum()) for gradient in gradients) if of_loss is None else ours.loss * of_loss
     return replace(ours, loss=loss, gradients=gradients)

@@ -1,4 +1,4 @@
-"""How far two outcomes are apart, relative to TRL's."""
+"""Gaps between two outcomes, relative to TRL's outcome."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 from benchmarks.loss_parity.ours import Outcome
 
 CANCELLED = 0.05
-"""A loss adds terms of both signs; with GRPO's advantages and one update it is 0 but for rounding. One that is less
-than this share of its gradient's absolute sum is compared with that sum: rounding is relative to the terms."""
+"""Share of the sum of absolute gradients below which the gap of a loss is taken relative to that sum. A loss adds terms
+of both signs, which nearly cancel for GRPO with one update, while rounding errors are relative to the terms."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ def worst(gaps: Sequence[Gap]) -> Gap:
 
 
 def _relative(difference: float, scale: float) -> float:
-    """Infinite where only one of two things is 0, and NaN, which no target bounds, where one is not a number."""
+    """Returns `difference` / `scale`: infinite if only `scale` is 0, and NaN (which misses every target) if one of them
+    is NaN."""
     if scale == 0:
         return 0.0 if difference == 0 else float("inf")
     return difference / scale

@@ -1,6 +1,6 @@
-"""A case through Offbeat: its real training step, around a policy that has log-probs to give instead of a model.
+"""Runs a case through Offbeat's real training step, with a policy that returns given log-probs instead of a model's.
 
-Loss and gradient are those that reach the policy: of every update by itself, with respect to each token's log-prob.
+Loss and gradient are those that reach the policy in each update; the gradient is with respect to each token's log-prob.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from offbeat.trainer.step import train_step
 
 TRL_STD_FLOOR = 1e-4
 REFERENCE = cast(PreTrainedModel, object())
-"""Stands for the starting model, whose log-probs are given too."""
+"""Placeholder for the reference model, whose log-probs are given too."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Outcome:
 
 
 class GivenPolicy(Policy):
-    """Says what the answers say, and keeps the gradient."""
+    """Policy that returns the log-probs of the answers, and records each update's loss and gradients."""
 
     def __init__(self, answers: Sequence[Answer]):
         self.answers, self.usage = answers, Usage(obstacle=None, hands_on=True, picks_logits=True)
@@ -75,7 +75,7 @@ class GivenPolicy(Policy):
 
 
 def outcomes(loss: Mapping[str, Any], answers: Sequence[Answer], updates: Sequence[Sequence[int]]) -> list[Outcome]:
-    """What a run with this `[loss]` learns by, update by update."""
+    """Returns the outcome of each update of a step with the section `[loss]`."""
     config = Config.model_validate(
         {
             "loss": dict(loss),
@@ -95,7 +95,7 @@ def outcomes(loss: Mapping[str, Any], answers: Sequence[Answer], updates: Sequen
 
 
 def normalised_as_trl(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """(reward - mean) / (std + 1e-4) within each group: an advantage of one's own, as `loss.advantage` may name."""
+    """Returns (reward - mean) / (std + 1e-4) within each group; a user's own advantage, for `loss.advantage`."""
     advantages = np.zeros(len(rewards))
     for group in np.unique(groups):
         values = rewards[groups == group]

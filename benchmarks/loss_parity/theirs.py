@@ -1,4 +1,4 @@
-"""Cases through TRL, all in one process of its environment."""
+"""Runs cases through TRL, all in one process of TRL's environment."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ RUN_WITHIN_S = 900.0
 
 @dataclass(frozen=True)
 class Job:
-    """A batch for TRL, cut into equal parts, each an update."""
+    """A batch for TRL, split into equal parts with one update each."""
 
     settings: Mapping[str, Any]
-    """Of GRPOConfig."""
+    """Fields of TRL's GRPOConfig."""
     answers: Sequence[Answer]
     is_corrected: bool = False
     num_parts: int = 1
@@ -48,7 +48,7 @@ class Job:
 
 
 def outcomes(jobs: Sequence[Job], python: Path) -> tuple[str, list[list[Outcome]]]:
-    """TRL's version, and for each job what its updates come to."""
+    """Returns TRL's version, and for each job the outcomes of its updates."""
     with tempfile.TemporaryDirectory(prefix="loss_parity-") as scratch:
         spec, result = Path(scratch) / "spec.json", Path(scratch) / "result.json"
         asked = {"model": str(resolve("offbeat-tiny")), "scratch": scratch, "jobs": [job.spec() for job in jobs]}
@@ -68,7 +68,7 @@ def outcomes(jobs: Sequence[Job], python: Path) -> tuple[str, list[list[Outcome]
 
 
 def read(update: Mapping[str, Any]) -> Outcome:
-    """An update as it was written down."""
+    """Returns the outcome of an update as recorded in a file."""
     gradients = [np.array(row) for row in update["gradients"]]
     return Outcome(update["loss"], gradients, np.array(update["advantages"]))
 

@@ -1,7 +1,7 @@
 """Losses and gradients of TRL's GRPOTrainer, inside TRL's own environment: python trl_loss.py SPEC.json RESULT.json.
 
-A real trainer, made with the settings of the job. What it would generate, score and compute with a model is given
-instead; advantages, importance weights, counts and the loss are its own methods' work, in float64.
+Uses a real trainer, made with the settings of the job. Its answers, rewards and log-probs are given instead of being
+generated, scored and computed; it computes advantages, importance weights, counts and the loss itself, in float64.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 from trl import GRPOConfig, GRPOTrainer
 
 PADDING = -1.0
-"""Of log-probs where an answer has no token: not 0, so that a missing mask would show."""
+"""Log-prob at padding positions; not 0, so that a missing mask would show."""
 
 
 def no_reward(completions: list[str], **_: Any) -> list[float]:
@@ -29,11 +29,11 @@ def no_reward(completions: list[str], **_: Any) -> list[float]:
 
 
 class GivenTrainer(GRPOTrainer):
-    """A trainer with one batch to learn from: `answers`."""
+    """GRPOTrainer that learns from one given batch, `answers`."""
 
     answers: list[dict[str, Any]]
     part: slice
-    """The answers of the update under way."""
+    """Slice of the answers that the current update uses."""
     leaf: Tensor
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
@@ -58,7 +58,7 @@ class GivenTrainer(GRPOTrainer):
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PADDING)
 
     def learn(self, answers: list[dict[str, Any]], num_parts: int) -> list[dict[str, Any]]:
-        """Loss, gradient and advantages of each of the updates that a batch is cut into."""
+        """Returns loss, gradient and advantages of each update into which a batch is split."""
         self.answers = answers
         self.model.train()
         self.current_gradient_accumulation_steps = 1

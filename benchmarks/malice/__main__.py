@@ -1,15 +1,16 @@
 """Offbeat under attack: `python -m benchmarks.malice [--quick]`.
 
-A coordinator and a trainer as a user starts them, and honest workers with a small real model at a modelled pace. Beside
-them, in one niced process that is bound to one core, some fifty adversaries: strangers without a token, workers that
-lie or hoard, and forgers of tokens and log-probs (`adversaries`). Calm and attacked runs take turns. Compared are
+Runs a coordinator and a trainer as a user starts them, and honest workers with a small real model at a modelled pace.
+In attacked runs, one niced process that is bound to one core has some fifty adversaries: strangers without a token,
+workers that lie or hoard, and forgers of tokens and log-probs (`adversaries`). Calm and attacked runs take turns.
+Compares
 
-- tokens that honest workers get accepted, and that are trained or may still be, per second;
+- tokens per second of honest workers that are accepted, and trained or still waiting;
 - the coordinator's peak memory.
 
-And of the attacked runs, by their ledgers: no honest worker may be set aside, hardly a forged token may be trained, and
-one who forges a fifth of its tokens must be found out soon. A quick run has one short window of each kind and decides
-nothing but what went wrong in it.
+Checks in the ledgers of attacked runs that no honest worker is set aside, that almost no forged token is trained, and
+that an adversary that forges a fifth of its tokens is soon found out. A quick run has one short window of each kind, so
+it can only show that something went wrong.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from benchmarks.malice.verdicts import bars_of, rows_of
 @dataclass(frozen=True)
 class Size:
     pairs: int
-    """Of a calm and an attacked run."""
+    """Number of pairs of a calm and an attacked run."""
     seconds: float
-    """Of the window in which each is measured."""
+    """Length of the window in which each run is measured."""
 
 
 FULL, QUICK = Size(pairs=3, seconds=60.0), Size(pairs=1, seconds=6.0)
@@ -46,7 +47,7 @@ say = partial(report.say, "malice")
 
 
 def outcomes_of(folder: Path, size: Size, titles: Sequence[str]) -> tuple[list[Outcome], list[Outcome]]:
-    """The calm runs and the attacked ones."""
+    """Returns the outcomes of the calm runs and of the attacked runs."""
     model = folder / "model"
     write_model(model)
     calm: list[Outcome] = []

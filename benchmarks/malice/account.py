@@ -1,8 +1,8 @@
-"""What a run's ledger says after an attack: whose tokens were trained, who was set aside, what honest workers got done.
+"""Figures from a run's ledger after an attack: whose tokens were trained, who was set aside, what honest workers did.
 
-A trajectory may have several authors: beginnings that one worker handed back are carried on by another, and stay as
-they are. So each sampled token is the work of whoever handed in the first partial that holds it, or else of whoever
-handed in the trajectory. What a segment says of its worker is not asked: that is the worker's own word.
+A trajectory may have several authors: if one worker hands back a beginning, another continues it without a change. So
+the author of a sampled token is the worker that submitted the first partial with it or, without such a partial, the
+trajectory. The worker named in a segment is ignored, because workers can lie about it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SET_ASIDE = ("quarantined", "revoked")
 
 @dataclass(frozen=True)
 class Trained:
-    """Tokens with a part in some update."""
+    """Numbers of tokens that were used in an update."""
 
     num_tokens: int
     num_forged: int
@@ -35,18 +35,19 @@ class Trained:
 class Account:
     trained: Trained
     honest_tokens: int
-    """Of honest workers, accepted within the window, and trained or still to be."""
+    """Tokens of honest workers that were accepted within the window, and were trained or still wait for that."""
     set_aside: dict[str, str]
-    """Workers that are not heard any more, with the reason."""
+    """Workers that get no more work, with the reason."""
     submissions: dict[str, int]
-    """Answers and beginnings that were accepted, by worker."""
+    """Number of accepted answers and partials, by worker."""
     violations: tuple[str, ...]
     num_steps: int
-    """Trained within the window."""
+    """Number of steps trained within the window."""
 
 
 def account(ledger: Path, honest: Collection[str], forgers: Collection[str], since: float, until: float) -> Account:
-    """`since` and `until` are the window, by the clock of the ledger's rows; what is trained counts from then on."""
+    """Returns the account of a run. The window is from `since` to `until`, by the clock of the ledger's rows; trained
+    tokens count from `since` on, without an end."""
     with Ledger(ledger, read_only=True) as opened:
         violations = opened.verify().violations
     with closing(sqlite3.connect(f"file:{ledger}?mode=ro", uri=True)) as db:
@@ -70,24 +71,25 @@ ACCEPTED = """SELECT j.task, j.worker, j.num_sampled_tokens FROM trajectories j 
               JOIN groups g ON g.id = t.group_id
               WHERE j.accepted_at BETWEEN ? AND ? AND t.state IN ('accepted', 'scored') AND g.state <> 'dropped'
               AND NOT EXISTS (SELECT 1 FROM batch_members m WHERE m.task = j.task AND m.num_audit_tokens > 0)"""
-"""Without what was lost with its group, or not believed."""
+"""Accepted tokens, without those of dropped groups and of answers that an audit left out."""
 SEGMENTS = "SELECT num_tokens, version FROM segments WHERE task = ? ORDER BY start"
 GONE = "SELECT name, state || ': ' || COALESCE(reason, '') FROM workers WHERE state IN (?, ?)"
 STEPS = "SELECT COUNT(*) FROM batches WHERE state = 'trained' AND trained_at BETWEEN ? AND ?"
 
 
 class Authors:
-    """Who sampled which tokens of a trajectory."""
+    """Finds the workers that sampled the tokens of trajectories."""
 
     def __init__(self, db: sqlite3.Connection):
         self._cuts: defaultdict[int, list[tuple[int, str]]] = defaultdict(list)
-        """By task: sampled tokens up to here were handed back by this worker, in order."""
+        """Partials by task, in order, each as its number of sampled tokens and the worker that handed it back."""
         query = "SELECT task, num_sampled_tokens, worker FROM partials WHERE state = 'continued' ORDER BY seq"
         for task, num_tokens, worker in db.execute(query):
             self._cuts[task].append((num_tokens, worker))
 
     def of(self, task: int, start: int, stop: int, last: str) -> Iterator[tuple[str, int]]:
-        """The authors of a stretch of sampled tokens, and how many of them each one's are; `last` has the rest."""
+        """Yields the authors of a range of sampled tokens with their numbers of tokens; `last` is the author of tokens
+        after all partials."""
         for end, worker in [*self._cuts.get(task, ()), (stop, last)]:
             if (count := min(end, stop) - start) > 0:
                 yield worker, count
@@ -95,10 +97,10 @@ class Authors:
 
 
 def count_trained(db: sqlite3.Connection, authors: Authors, forgers: Collection[str], since: float = 0.0) -> Trained:
-    """Tokens that took part in a step trained from `since` on, and how many of them are forgers'.
+    """Returns the numbers of tokens in steps trained from `since` on, and of those among them by forgers.
 
-    Where an audit left out a part of a member, the part that was trained is taken to be the forged one, as far as it
-    may be: the count errs against us.
+    If an audit left out a part of an answer, the trained part is assumed to be the forged one, as far as possible, so
+    the count is an upper bound.
     """
     lineage = {
         number: None if abandoned else step
@@ -119,7 +121,7 @@ def count_trained(db: sqlite3.Connection, authors: Authors, forgers: Collection[
 
 
 def _sampled(db: sqlite3.Connection, task: int) -> Iterator[tuple[int, int, int]]:
-    """Stretches of a task's sampled tokens, counted without the given ones, and their versions."""
+    """Yields the ranges of a task's sampled tokens, numbered without given tokens, with their versions."""
     start = 0
     for num_tokens, version in db.execute(SEGMENTS, (task,)).fetchall():
         if version is not None:

@@ -13,10 +13,10 @@ ADVERSARIES: tuple[type[Adversary], ...] = (*STRANGERS, *MEMBERS, *FORGERS)
 
 
 def chosen(titles: Collection[str]) -> list[type[Adversary]]:
-    """Adversaries by their titles, in the order of the list; all of them where none is named."""
+    """Returns the adversaries with these titles, in the order of the list; all if no title is given."""
     return [kind for kind in ADVERSARIES if not titles or kind.title() in titles]
 
 
 def num_tokens(kinds: Sequence[type[Adversary]]) -> int:
-    """How many join tokens adversaries need, that of their accomplice among them."""
+    """Returns the number of join tokens that adversaries need, including that of their accomplice."""
     return 1 + sum(kind.num_tokens for kind in kinds)

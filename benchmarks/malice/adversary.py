@@ -1,4 +1,4 @@
-"""What all adversaries share: a name, a pace, a count of what came back, and the two ways to reach a coordinator.
+"""The base of all adversaries: a name, a pace, a count of answers, and the two ways to reach a coordinator.
 
 Strangers have no token and write bytes to sockets. Members have one and speak through the project's own client and wire
 modules, so that they follow the protocol in everything but their lie. Each comes from a loopback address of its own,
@@ -30,30 +30,30 @@ from offbeat.trajectory import Segment, Task, Trajectory
 from offbeat.worker.worker import append, begin, request_for
 
 ANSWER_WITHIN_S = 5.0
-"""How long an adversary waits for an answer before it tries something else."""
+"""Seconds for which an adversary waits for an answer before it tries something else."""
 PATIENCE_S = 3.0
-"""How long one asks again that was told to come back later."""
+"""Seconds for which an adversary that was told to come back later asks again."""
 JOIN_WITHIN_S = 60.0
 LEASE_WAIT_S = 1.0
 SILENT, HUNG_UP = "no answer", "hung up"
 EXPECTED = (OffbeatError, aiohttp.ClientError, OSError, TimeoutError, EOFError)
-"""How an attack may end; any other error is a mistake of the adversary's own, and is told."""
+"""Errors with which an attack may end; any other error is a mistake in the adversary and is reported."""
 
 
 @dataclass
 class Tally:
-    """What one adversary tried, and what came back."""
+    """Attempts of one adversary, and the answers."""
 
     num_attempts: int = 0
     answers: Counter[str] = field(default_factory=Counter)
-    """Statuses, or that the connection was closed or stayed silent."""
+    """Counts of HTTP statuses, and of connections that were closed or stayed silent."""
     broken: str = ""
     """The adversary's own mistake, if it made one."""
 
 
 @dataclass
 class Scene:
-    """What the adversaries of one run know."""
+    """Knowledge that the adversaries of one run share."""
 
     host: str
     port: int
@@ -62,9 +62,9 @@ class Scene:
     """Names of honest workers."""
     used_token: str
     engine: Engine
-    """A real one, for adversaries that need true tokens to begin with."""
+    """Real engine, for adversaries that start from true tokens."""
     other_engine: Engine
-    """One whose weights are not the run's."""
+    """Engine with weights that are not the run's."""
     rng: random.Random
     seen: list[tuple[int, int]] = field(default_factory=list)
     """Task and fence of every lease that an adversary was given."""
@@ -83,18 +83,18 @@ class Adversary:
     """One attacker; its docstring is the sentence that says what it attacks."""
 
     pause_s: ClassVar[float] = 0.5
-    """Between two attempts."""
+    """Seconds between two attempts."""
     max_attempts: ClassVar[int] = 1000
     num_tokens: ClassVar[int] = 0
-    """Join tokens that it needs."""
+    """Number of join tokens that it needs."""
     forges: ClassVar[bool] = False
-    """Whether it hands in tokens that the weights which it names did not sample, or log-probs that are not theirs."""
+    """Whether it submits tokens or log-probs that are not those of the version that it names."""
 
     def __init__(self, scene: Scene, number: int, tokens: Sequence[str] = ()):
         self.scene, self.number, self.tokens = scene, number, list(tokens)
         self.tally = Tally()
         self.worker: str | None = None
-        """The name that it joined under."""
+        """Name with which it joined."""
 
     @classmethod
     def title(cls) -> str:
@@ -109,14 +109,14 @@ class Adversary:
         return f"127.0.1.{self.number + 1}"
 
     async def prepare(self) -> None:
-        """Comes before the attack, as joining does."""
+        """Prepares the attack, for example by joining."""
 
     async def strike(self) -> None:
-        """One attempt."""
+        """Makes one attempt."""
         raise NotImplementedError
 
     async def attack(self, until_s: float) -> None:
-        """Strikes again and again until that moment of the monotonic clock."""
+        """Strikes repeatedly until a time of the monotonic clock."""
         while (left_s := until_s - time.monotonic()) > 0 and self.tally.num_attempts < self.max_attempts:
             self.tally.num_attempts += 1
             try:
@@ -164,7 +164,7 @@ class Stranger(Adversary):
 
 
 def request(method: str, path: str, body: bytes = b"", headers: Mapping[str, str | None] | None = None) -> bytes:
-    """A request as bytes, well-formed unless `headers` say otherwise; None leaves one out."""
+    """Returns a request as bytes. It is well-formed if `headers` do not break it; a header None is left out."""
     told: dict[str, str | None] = {
         "Host": "coordinator",
         "Content-Type": wire.MSGPACK,
@@ -178,7 +178,7 @@ def request(method: str, path: str, body: bytes = b"", headers: Mapping[str, str
 
 
 class Line(Connection):
-    """A member's connection, from an address of its own: it counts what comes back, except to `groundwork`."""
+    """A member's connection, from an address of its own. It counts the answers, except those to `groundwork`."""
 
     def __init__(self, url: str, address: str, tally: Tally, groundwork: Collection[str]):
         super().__init__(url, patience_s=PATIENCE_S)
@@ -214,7 +214,7 @@ class Line(Connection):
 
 
 class Member(Adversary):
-    """Has joined as a worker."""
+    """Adversary that has joined as a worker."""
 
     num_tokens = 1
     line: ClassVar[type[Line]] = Line
@@ -237,7 +237,7 @@ class Member(Adversary):
         await self.connection.close()
 
     async def lease(self, capacity: int = 1) -> tuple[Task, ...]:
-        """Tasks, if there are any."""
+        """Leases tasks and returns them, if there are any."""
         lease = await self.client.lease(capacity, self.scene.version, LEASE_WAIT_S)
         self.scene.seen.extend((task.id, task.fence) for task in lease.tasks)
         return lease.tasks
@@ -250,11 +250,11 @@ class Member(Adversary):
                 await self.client.give_back([(task.id, task.fence)])
 
     async def use(self, task: Task) -> None:
-        """What it does with a task, which it gives back afterwards: hoarding is the trade of others."""
+        """Attacks with a task, which is given back afterwards, because only other adversaries hoard."""
         raise NotImplementedError
 
     async def answer(self, task: Task, engine: Engine | None = None) -> Trajectory:
-        """An answer as an honest worker would give it, stamped with this worker's name."""
+        """Returns an answer as an honest worker would give it, with this worker's name."""
         running = begin(task)
         generation = await (engine or self.scene.engine).generate(request_for(running))
         append(running.trajectory, generation)
@@ -264,7 +264,7 @@ class Member(Adversary):
         return with_segments(trajectory, (*trajectory.segments[:num_before], *own))
 
     async def told(self, path: str, record: Any) -> None:
-        """Makes a call and goes on whatever the answer is."""
+        """Makes a call and ignores the answer."""
         await whatever(self.connection.post(path, record))
 
     async def opened(self, method: str, path: str, headers: Mapping[str, str], body: bytes | None = None) -> None:
@@ -273,7 +273,7 @@ class Member(Adversary):
 
 
 async def whatever(*calls: Coroutine[Any, Any, object]) -> None:
-    """Makes calls in turn, and goes on whatever the answers are."""
+    """Makes calls in turn, regardless of the answers."""
     try:
         for call in calls:
             with suppress(*EXPECTED):
@@ -284,12 +284,12 @@ async def whatever(*calls: Coroutine[Any, Any, object]) -> None:
 
 
 def with_segments(trajectory: Trajectory, segments: Sequence[Segment], **changes: Any) -> Trajectory:
-    """A trajectory with other segments, which nothing checks."""
+    """Returns a trajectory with other segments, without checks."""
     return replace(trajectory, segments=tuple(segments), **changes)
 
 
 def last_changed(trajectory: Trajectory, **changes: Any) -> Trajectory:
-    """A trajectory whose last segment is another one, which nothing checks."""
+    """Returns a trajectory with another last segment, without checks."""
     *before, last = trajectory.segments
     return with_segments(trajectory, (*before, replace(last, **changes)))
 

@@ -1,8 +1,8 @@
-"""One run, calm or attacked: what a user would start, honest workers beside it, and perhaps the adversaries.
+"""One run, calm or attacked: the processes that a user would start, honest workers, and perhaps the adversaries.
 
-Coordinator and trainer are those of `offbeat train`, each a process of its own. Whatever the attack does to them, this
-comes to an end: every wait has a deadline, a run that takes too much memory is given up, and all processes that were
-started are ended. What the run came to is read off its ledger afterwards.
+Coordinator and trainer are those of `offbeat train`, each a process of its own. The run always ends, whatever the
+attack does: every wait has a deadline, a run that takes too much memory is given up, and all processes that were
+started are ended. Afterwards the figures are read from the ledger.
 """
 
 from __future__ import annotations
@@ -52,27 +52,27 @@ WARM_STEPS = 2
 START_WITHIN_S, READY_WITHIN_S, END_WITHIN_S = 120.0, 90.0, 30.0
 LOOK_EVERY_S = 0.25
 MAX_BYTES = 4_000_000_000
-"""A coordinator that grows past this is given up, before it takes the machine with it."""
+"""Memory of the coordinator above which the run is given up, before the machine runs out of memory."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one run."""
+    """Outcome of one run."""
 
     is_attacked: bool
     seconds: float
     """Of the window."""
     peak_bytes: int
-    """The coordinator's, at any time of its life."""
+    """The coordinator's peak memory."""
     honest_share: float
-    """Of one core, used by all honest workers together within the window."""
+    """Share of one core that all honest workers together used within the window."""
     coordinator_share: float
     account: Account
     adversaries: list[dict[str, Any]] = field(default_factory=list)
     honest_errors: dict[str, str] = field(default_factory=dict)
-    """Why honest workers ended before the run."""
+    """Reasons why honest workers ended before the run, by worker."""
     ended: str = ""
-    """Why the run itself ended before its time."""
+    """Reason why the run itself ended early; empty if it did not."""
 
     @property
     def honest_tokens_per_s(self) -> float:
@@ -83,7 +83,7 @@ class Outcome:
 
 
 class Watched:
-    """The coordinator's process, looked at from outside, through restarts."""
+    """The coordinator's process, observed from outside, also after restarts."""
 
     def __init__(self, run: Supervised):
         self._run = run
@@ -105,13 +105,13 @@ class Watched:
 
 
 def cpu_s(pid: int) -> float:
-    """What a process has used of any core, all of its threads together."""
+    """CPU seconds that all threads of a process have used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
 class Child:
-    """A process of ours that is told things and tells things, a line of JSON each."""
+    """A child process with which we exchange lines of JSON."""
 
     def __init__(self, name: str, folder: Path):
         with (folder / f"{name}.log").open("wb") as log:
@@ -140,7 +140,7 @@ class Child:
             self.process.stdin.flush()
 
     def hear(self, within_s: float) -> Any:
-        """What it says next; None where it ends or says nothing."""
+        """Returns its next line; None if it ends or stays silent."""
         try:
             line = self._lines.get(timeout=within_s)
         except queue.Empty:
@@ -244,7 +244,7 @@ def _num_trained(ledger: Path) -> int:
 
 
 def _why_ended(run: Supervised, watched: Watched) -> str:
-    """Why the run is over; empty while it goes on. One that takes too much memory is ended here."""
+    """Returns why the run is over; empty while it continues. Ends a run that takes too much memory."""
     if watched.peak_bytes > MAX_BYTES:
         run.end()
         return f"given up: the coordinator had {watched.peak_bytes / 1e9:.1f} GB"

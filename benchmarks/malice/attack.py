@@ -35,7 +35,7 @@ END_WITHIN_S = 5.0
 
 
 class Accomplice(Member):
-    """Attacks nobody: it follows the run's versions, for those who need true tokens to begin with."""
+    """Member that attacks nobody, but follows the run's versions for adversaries that start from true tokens."""
 
     async def follow(self, engine: EmbeddedEngine) -> None:
         while True:
@@ -87,7 +87,7 @@ async def attack(plan: AttackPlan) -> list[dict[str, Any]]:
 
 
 async def _all(adversaries: Sequence[Adversary], until_s: float) -> None:
-    """Lets all attack until that moment, and leaves behind who does not come to an end."""
+    """Lets all adversaries attack until a time, and abandons those that do not end."""
     attacks = [asyncio.create_task(adversary.attack(until_s)) for adversary in adversaries]
     await asyncio.wait(attacks, timeout=until_s - time.monotonic() + END_WITHIN_S)
     for task in attacks:

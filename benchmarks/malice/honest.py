@@ -1,7 +1,7 @@
-"""The honest workers of a run, all in this process: `python -m benchmarks.malice.honest`, told what to do on its input.
+"""The honest workers of a run, all in this process: `python -m benchmarks.malice.honest`, controlled by its input.
 
-Real workers, clients and spools; the engine is the embedded one at a modelled pace. The first line of input is a
-`HonestPlan` as JSON. They work until the input ends, and then say as a line of JSON why any of them ended before.
+Workers, clients and spools are real; the engine is the embedded one at a modelled pace. The first line of input is a
+`HonestPlan` as JSON. The workers run until the input ends. Then a line of JSON says why any of them ended before.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Liar(Member):
         raise NotImplementedError
 
     async def submit(self, trajectory: Trajectory, fence: int) -> None:
-        """Hands something in, and goes on whatever the answer is."""
+        """Submits something and ignores the answer."""
         await whatever(self.client.submit(trajectory, fence))
 
 
@@ -127,7 +127,7 @@ class LengthTooEarly(Liar):
 
 
 def _cut(true: Trajectory, end: End) -> Trajectory:
-    """Without the last two thirds of the last segment."""
+    """Returns the trajectory without the last two thirds of its last segment."""
     *before, last = true.segments
     third = max(1, len(last.tokens) // 3)
     assert last.logprobs is not None

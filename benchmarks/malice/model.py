@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 VOCAB_SIZE, STOP_TOKEN, PAD_TOKEN = 258, 257, 256
 DIGITS = tuple(range(48, 58))
-"""Tokens of 0 to 9: what the reward counts, and so what forgers write."""
+"""Tokens of the digits 0 to 9, which the reward counts and forgers therefore write."""
 MAX_CONTEXT_TOKENS = 128
 SHARPNESS = 0.5
 """Spread of the weights. Sampled tokens then have log-probs of about -3 and others of about -10: with the usual 0.02
@@ -20,7 +20,7 @@ all tokens are about as likely, and no audit could tell a forged one."""
 
 
 def tiny_model(seed: int) -> LlamaForCausalLM:
-    """Two layers, 32 wide; models of different seeds agree about nothing."""
+    """Makes a model with two layers of width 32; models of different seeds are unrelated."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,4 +1,4 @@
-"""A real engine whose steps take a modelled time: its tokens and log-probs are the model's, its pace is not."""
+"""A real engine whose steps take a modelled time; its tokens and log-probs are the model's."""
 
 from __future__ import annotations
 

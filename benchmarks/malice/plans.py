@@ -1,4 +1,4 @@
-"""What the processes of honest workers and of adversaries are told, each as the first line of its input."""
+"""Instructions for the processes of honest workers and of adversaries, which come as the first line of input."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class HonestPlan:
-    """Who works where, and how fast."""
+    """Names, place and pace of honest workers."""
 
     url: str
     folder: str
@@ -19,15 +19,15 @@ class HonestPlan:
 
 @dataclass(frozen=True)
 class AttackPlan:
-    """Whom to attack, and how long."""
+    """Target and duration of an attack."""
 
     url: str
     folder: str
     honest: list[str]
     used_token: str
     titles: list[str]
-    """Of the adversaries that attack; none: all of them."""
+    """Titles of the adversaries that attack; empty: all."""
     tokens: list[str]
-    """As many as `adversaries.num_tokens` says."""
+    """Join tokens, as many as `adversaries.num_tokens` returns."""
     seconds: float
     seed: int

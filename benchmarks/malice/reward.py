@@ -1,4 +1,4 @@
-"""A reward that every group of random answers learns from, and that a forger can earn by writing digits."""
+"""A reward that differs within every group of random answers, and that a forger can earn by writing digits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adversaries without a token: all that they can reach is the door."""
+"""Adversaries without a token, which reach only the coordinator's public endpoints."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ MADE_UP = "a" * 40
 
 
 def to_join(body: bytes = b"", headers: Mapping[str, str | None] | None = None, token: str = MADE_UP) -> bytes:
-    """A request to join with this body, whatever it is."""
+    """Returns a request to join with an arbitrary body."""
     return request("POST", JOIN, body, {"Authorization": f"Bearer {token}", **(headers or {})})
 
 
 def joining(name: str = "stranger") -> bytes:
-    """The body of a request to join, as an honest worker would write it."""
+    """Returns the body of a request to join, as an honest worker would write it."""
     return wire.encode(wire.Join(name=name, secret_hash=bytes(32)))
 
 
 @cache
 def zstd_bomb() -> bytes:
-    """Few bytes that become `BOMB_BYTES` zeros, and do not say so."""
+    """Returns a few bytes that decompress to `BOMB_BYTES` zeros without stating their size."""
     packer = zstandard.ZstdCompressor(level=1, write_content_size=False).compressobj()
     zeros = bytes(4 * MIB)
     return b"".join(packer.compress(zeros) for _ in range(BOMB_BYTES // len(zeros))) + packer.flush()
@@ -44,7 +44,7 @@ def zstd_bomb() -> bytes:
 
 @cache
 def false_size() -> bytes:
-    """A frame of a few bytes that says it will become `CLAIMED_BYTES`."""
+    """Returns a frame of a few bytes that claims to decompress to `CLAIMED_BYTES`."""
     frame = bytearray(zstandard.ZstdCompressor().compress(bytes(100_000)))
     frame[5:9] = CLAIMED_BYTES.to_bytes(4, "little")  # after the magic number and the descriptor
     return bytes(frame)

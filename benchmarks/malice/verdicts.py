@@ -1,4 +1,4 @@
-"""What calm and attacked runs come to: the bars, and what became of each adversary."""
+"""Results of calm and attacked runs: the bars, and the fate of each adversary."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def bars_of(calm: Sequence[Outcome], attacked: Sequence[Outcome], quick: bool) -
 
 
 def worst(target: float, values: Sequence[float]) -> report.Bar:
-    """What may not happen in any run: the largest value against an upper bound."""
+    """Compares the largest value of all runs with an upper bound."""
     return report.Bar(
         round(max(values), 4), target, max(values) <= target, (round(min(values), 4), round(max(values), 4))
     )
 
 
 def _never_lucky(bar: report.Bar, quick: bool) -> report.Bar:
-    """A short window can show that something is wrong, not that nothing ever is."""
+    """Makes a bar that holds undecided in a quick run, because a short window can only show that something is wrong."""
     return replace(bar, holds=None) if quick and bar.holds else bar
 
 
@@ -54,7 +54,8 @@ def honest_set_aside(outcome: Outcome) -> list[str]:
 
 
 def found_out(attacked: Sequence[Outcome]) -> report.Bar:
-    """Undecided while the forger is at large and has not handed in enough to be known by."""
+    """Returns the bar for the submissions until the forger of a fifth is set aside. It is undecided if the forger was
+    not set aside but has not submitted more than the target."""
     counts, verdicts = [], []
     for outcome in attacked:
         named = (found["worker"] for found in outcome.adversaries if found["name"] == ForgesAFifth.title())
@@ -71,7 +72,7 @@ def _at_large(count: int) -> bool | None:
 
 
 def rows_of(attacked: Sequence[Outcome]) -> list[tuple[str, ...]]:
-    """Each adversary: how often it tried in all runs, what it got back, and what became of it."""
+    """Returns a row for each adversary: its attempts in all runs, the answers to them, and its fate."""
     rows: list[tuple[str, ...]] = []
     for found in zip(*(outcome.adversaries for outcome in attacked), strict=True):
         answers: Counter[str] = Counter()

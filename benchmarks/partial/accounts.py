@@ -1,8 +1,8 @@
-"""What a run came to: a row a step, and the figures of the measured part of it.
+"""Accounts of a run: a row for each step, and the figures of the measured steps.
 
-The rate is the smaller of two: tokens delivered a second, and samples delivered a second times the mean length of the
-tasks begun meanwhile. A schedule that puts long answers off looks fast by the second and not by the first; one that
-delivers what earlier steps put off, the other way round.
+The rate is the smaller of two: tokens delivered per second, and samples delivered per second times the mean length of
+the tasks begun meanwhile. A schedule that postpones long answers looks fast by the second figure only; one that
+delivers answers postponed earlier looks fast by the first only.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from benchmarks.partial.samples import Sample
 
 @dataclass
 class Row:
-    """One step: what was delivered by its end, and sums of the whole run so far."""
+    """One step: samples and tokens delivered by its end, and sums of the whole run so far."""
 
     now_s: float = 0.0
     num_samples: int = 0
     staleness: Counter[int] = field(default_factory=Counter)
     """Delivered tokens by staleness."""
     begun_tokens: int = 0
-    """Lengths of the tasks begun in this step, which only the accounts know."""
+    """Sum of the lengths of the tasks begun in this step, which no policy knows."""
     num_begun: int = 0
     num_wasted: Counter[str] = field(default_factory=Counter)
-    """Tokens that nobody will train on, by cause."""
+    """Tokens that will not be trained on, by cause."""
     num_generated: int = 0
-    """By the engine, since the run began."""
+    """Tokens that the engine has generated since the run began."""
     num_decode_steps: int = 0
     num_reprefilled: int = 0
     factor: float = 1.0
-    """Over-provision in force."""
+    """Over-provision factor in this step."""
 
     def deliver(self, samples: Iterable[Sample], version: int) -> None:
         for sample in samples:
@@ -48,10 +48,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Figures:
-    """A run in numbers, of its measured steps."""
+    """Figures of the measured steps of a run."""
 
     rate: float
-    """Tokens a second: see the module."""
+    """Tokens per second, as the module defines the rate."""
     tokens_per_s: float
     samples_per_s: float
     mean_delivered: float
@@ -64,7 +64,7 @@ class Figures:
     """Tokens wasted over tokens generated."""
     wasted: dict[str, int]
     reprefill_share: float
-    """Of the time, by the engine's model."""
+    """Share of the time spent on prefilling again, by the model of the engine."""
     mean_rows: float
     mean_factor: float
 
@@ -73,7 +73,7 @@ class Figures:
 
 
 def figures_of(rows: Sequence[Row], num_dropped: int, prefill_s: float) -> Figures:
-    """The figures after the first steps, in which the schedule fills up."""
+    """Returns the figures of all steps but the first `num_dropped`, in which the schedule fills up."""
     before, measured, last = rows[num_dropped - 1], rows[num_dropped:], rows[-1]
     seconds = last.now_s - before.now_s
     staleness: Counter[int] = sum((row.staleness for row in measured), Counter())
@@ -100,7 +100,7 @@ def figures_of(rows: Sequence[Row], num_dropped: int, prefill_s: float) -> Figur
 
 
 def _percentile(counts: Counter[int], share: float) -> int:
-    """The smallest value that so many are not above."""
+    """Returns the smallest value that at least the share `share` of all counts do not exceed."""
     wanted, seen = share * counts.total(), 0
     for value in sorted(counts):
         seen += counts[value]

@@ -1,8 +1,8 @@
-"""How long the embedded engine's steps take on this machine, as a `StepTime`, and how well that describes them.
+"""Fits a `StepTime` to the embedded engine's steps on this machine, and computes its error.
 
-Rows and context are varied over a grid on the very stepper that the real runs use; some cells time decode steps, some
-a prefill. The context of a step is what attention really reads: rows times the longest, in whole
-buckets. The figures minimise the relative error.
+Rows and context are varied over a grid on the stepper that the real runs use; some cells time decode steps, some a
+prefill. The context of a step is the number of tokens that attention really reads: rows times the longest row, in whole
+buckets. The fit minimises the relative error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Cell:
 
     num_rows: int
     num_tokens: float
-    """Read by a step, or prefilled, of all rows."""
+    """Tokens of all rows that are read by a step, or prefilled."""
     seconds: float
 
 
@@ -42,11 +42,11 @@ class Calibration:
     decode_error: float
     """Mean relative error over the cells."""
     prefill_error: float
-    """The same; a long prefill costs more per token than a short one, which the model does not know."""
+    """Mean relative error of prefills. The model ignores that a long prefill costs more per token than a short one."""
 
 
 def calibrate(stepper: Stepper, num_rounds: int) -> Calibration:
-    """Measures in interleaved rounds, of which each cell takes the fastest: neighbours in the caches only add."""
+    """Measures in interleaved rounds and takes the fastest of each cell, because other processes only add time."""
     decodes: list[_Decode | _Prefill] = [_Decode(num_rows, context) for num_rows in ROWS for context in CONTEXTS]
     prefills: list[_Decode | _Prefill] = [
         _Prefill(num_rows, context) for num_rows in PREFILL_ROWS for context in CONTEXTS
@@ -58,7 +58,7 @@ def calibrate(stepper: Stepper, num_rounds: int) -> Calibration:
 
 
 def fit(decodes: Sequence[Cell], prefills: Sequence[Cell]) -> Calibration:
-    """Each equation is divided by what was measured, so that errors count in proportion."""
+    """Fits by least squares. Each equation is divided by its measured value, so that relative errors count."""
     terms = np.array([(1.0, cell.num_rows, cell.num_tokens) for cell in decodes])
     step_s = np.array([cell.seconds for cell in decodes])
     figures = np.linalg.lstsq(terms / step_s[:, None], np.ones(len(decodes)), rcond=None)[0]
@@ -79,7 +79,7 @@ class _Decode:
     context_tokens: int
 
     def time(self, stepper: Stepper) -> Cell:
-        """Equal prompts, so that all but one are copied: only the steps count."""
+        """Times steps on equal prompts, of which all but one are copied, so that the prefill takes little time."""
         _submit(stepper, self.num_rows, self.context_tokens, KvMode.SAME)
         stepper.step()
         step_s = statistics.median(_seconds(stepper) for _ in range(STEPS_PER_CELL))
@@ -109,7 +109,7 @@ def _submit(stepper: Stepper, num_rows: int, context_tokens: int, kv: KvMode) ->
 
 
 def _seconds(stepper: Stepper) -> float:
-    """Of this thread, which does all the work: waiting for neighbours on the machine does not count."""
+    """CPU seconds of this thread, which does all the work; waiting for other processes does not count."""
     start_s = time.thread_time()
     stepper.step()
     return time.thread_time() - start_s

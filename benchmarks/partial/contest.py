@@ -1,8 +1,8 @@
-"""Who wins, and by how much: all entries on all laws in engine time, a few of them by the wall clock; and the bars.
+"""Results of the contest and its bars: all entries on all laws in engine time, a few of them by the wall clock.
 
-*At equal share* compares with the best that `april` reaches with no more off-policy tokens than ours: its curve over
-the factor, from `sync` on, interpolated, and never below a point further left, since nobody need take a larger factor
-that is slower.
+*At equal share* compares ours with the best rate that `april` reaches with no more off-policy tokens. This is the curve
+of `april` over its factor, starting from `sync`, interpolated. It never falls, because nobody has to choose a larger
+factor that is slower.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Results = Mapping[Run, Figures]
 
 
 class Contest:
-    """The results of one clock, and what they say."""
+    """Results by one clock, and comparisons between them."""
 
     def __init__(self, clock: str, results: Results):
         self.clock, self.results = clock, results
@@ -58,14 +58,14 @@ class Contest:
         return self.mean(law, entry, "rate", seeds) / self.mean(law, SYNC, "rate", seeds)
 
     def over_april(self, entry: Entry, law: Law, seeds: Sequence[int] | None = None) -> float:
-        """At equal share: see the module."""
+        """Our rate over that of `april` at equal share, as the module defines it."""
         rivals = [one for one in self.entries if one.curve == "april" and self.took_part(law, one)]
         points = [(self.mean(law, one, "off_policy_share", seeds), self.over_sync(one, law, seeds)) for one in rivals]
         share = self.mean(law, entry, "off_policy_share", seeds)
         return self.over_sync(entry, law, seeds) / best_at(share, [(0.0, 1.0), *points])
 
     def best_fixed(self, curve: str, law: Law) -> Entry | None:
-        """By the mean over all seeds; None where no fixed factor took part."""
+        """Fixed factor with the highest mean rate over all seeds; None if no fixed factor took part."""
         fixed = [one for one in self.entries if one.curve == curve and one.factor and self.took_part(law, one)]
         return max(fixed, key=lambda one: self.mean(law, one, "rate"), default=None)
 
@@ -105,7 +105,7 @@ class Contest:
         return report.Bar(value, target, of_law[worst] >= target, (min(*seen, value), max(*seen, value)))
 
     def rows(self) -> list[tuple[str, ...]]:
-        """A heading a law, and a line an entry."""
+        """Returns the table's rows: a heading for each law, and a line for each entry."""
         rows: list[tuple[str, ...]] = []
         for law in self.laws:
             rows.append((f"{self.clock}, {law.name}", *[""] * (len(HEADER) - 1)))
@@ -137,7 +137,7 @@ on over those generated, and why."""
 
 
 def best_at(share: float, points: Sequence[tuple[float, float]]) -> float:
-    """The most that a curve of (share, rate) reaches up to a share."""
+    """Returns the highest rate that a curve of (share, rate) reaches up to a share."""
     shares, rates = zip(*sorted(points), strict=True)
     reached = [rate for at, rate in points if at <= share]
     return max(float(np.interp(share, shares, rates)), *reached) if reached else float(rates[0])

@@ -1,10 +1,11 @@
-"""What drives the samples: an engine that is stepped by hand, on a modelled or on a real clock.
+"""Engines that generate samples step by step, on a modelled or on a real clock.
 
-All engines share the bookkeeping: every running sample gets one token a step, so how many it has follows from the step
-at which it came. `step` goes on until at least one sample ends, because no policy acts before. `add` prefills whatever
-a sample has; `abort` forgets its keys and values. An engine enforces lengths and tells nobody.
+All engines share the bookkeeping: every running sample gets one token per step, so its number of tokens follows from
+the step at which it was added. `step` continues until at least one sample ends, because no policy acts before. `add`
+prefills all tokens of a sample; `abort` forgets its keys and values. An engine enforces lengths, but reveals none.
 
-`VirtualEngine` takes its seconds from a `StepTime`: deterministic, and thousands of times as fast as a real engine.
+`VirtualEngine` takes its seconds from a `StepTime`, so it is deterministic and thousands of times as fast as a real
+engine.
 """
 
 from __future__ import annotations
@@ -22,38 +23,38 @@ from offbeat.rules.padding_split import num_long_rows
 from offbeat.rules.step_time import StepTime
 
 READ_BUCKET_TOKENS, PREFILL_TOKENS = 16, 4096
-"""As the embedded engine reads and prefills: a model of it must count what it really does."""
+"""Bucket size and prefill size of the embedded engine, which its model must count in the same way."""
 
 
 @dataclass
 class Counts:
-    """What an engine did since it was made."""
+    """Work of an engine since it was made."""
 
     num_steps: int = 0
     num_rows: int = 0
-    """Tokens generated: one a row a step."""
+    """Number of tokens generated: one for each row and step."""
     num_context_tokens: int = 0
     num_prefilled_tokens: int = 0
-    """Padding included, of prompts and of what is carried on."""
+    """Prefilled tokens of prompts and of continued samples, with padding."""
     num_reprefilled_tokens: int = 0
-    """Of what is carried on, padding included."""
+    """Prefilled tokens of continued samples, with padding."""
 
 
 class Engine(ABC):
-    """The bookkeeping of both engines; a version is whatever `update` last said."""
+    """Bookkeeping of all engines. `version` is the last one given to `update`."""
 
     def __init__(self, lengths: Lengths):
         self.lengths, self.version, self.counts = lengths, 0, Counts()
         self._running: dict[Sample, int] = {}
-        """The step up to which a sample's tokens are written down."""
+        """Step up to which a sample's tokens are recorded, by running sample."""
         self._ends: list[tuple[int, int, Sample]] = []
-        """By the step at which they end."""
+        """Heap of running samples by the step at which they end."""
         self._far: list[tuple[int, int, Sample]] = []
         self._near: list[tuple[int, int, Sample]] = []
-        """Of contexts, which grow by one a step, less the step: the longest first, ended ones among them; of the rows
-        that are read far, and of the others."""
+        """Heaps of rows that are read far, and of the others, with the longest context first; ended rows may be among
+        them. The key is the step less the context, which stays the same, because a context grows by one per step."""
         self._num_far = 0
-        """Rows that are read far: where one of them ends another takes its place."""
+        """Number of rows that are read far. If one of them ends, another takes its place."""
         self._num_added = 0
 
     @property
@@ -62,7 +63,7 @@ class Engine(ABC):
 
     @abstractmethod
     def pause(self, seconds: float, meanwhile: Callable[[], None]) -> None:
-        """Stands still so long, or as long as something else takes that is done beside it."""
+        """Stands still for `seconds`, or for the time that `meanwhile` takes if that is longer."""
 
     @abstractmethod
     def _prefill(self, samples: Sequence[Sample]) -> None: ...
@@ -81,7 +82,7 @@ class Engine(ABC):
         return sample in self._running
 
     def add(self, samples: Sequence[Sample]) -> None:
-        """Starts samples, or carries them on; their keys and values are made by the version at hand."""
+        """Starts or continues samples; the current version computes their keys and values."""
         if not samples:
             return
         self._count_prefill(samples)
@@ -98,7 +99,7 @@ class Engine(ABC):
         self._read_apart()
 
     def step(self) -> list[Sample]:
-        """Decodes until some samples end, and returns them; nothing where nothing runs."""
+        """Decodes until some samples end, and returns these; empty if nothing runs."""
         if not self._ends:
             return []
         at, ending = self._ends[0][0], []
@@ -117,7 +118,7 @@ class Engine(ABC):
         return ending
 
     def abort(self, samples: Iterable[Sample] | None = None) -> list[Sample]:
-        """Takes samples out of the engine with what they have so far."""
+        """Removes samples (None: all) from the engine; they keep their tokens."""
         stopped = list(self._running if samples is None else samples)
         for sample in stopped:
             self._write_down(sample)
@@ -130,12 +131,12 @@ class Engine(ABC):
         return stopped
 
     def update(self, version: int) -> None:
-        """From here on tokens are of this version; what runs keeps its keys and values."""
+        """Sets the version of all further tokens; running samples keep their keys and values."""
         self.settle()
         self.version = version
 
     def settle(self) -> None:
-        """Writes down the tokens of everything that runs."""
+        """Records the tokens of all running samples."""
         for sample in self._running:
             self._write_down(sample)
 
@@ -147,7 +148,7 @@ class Engine(ABC):
         self._running[sample] = self.counts.num_steps
 
     def _read_apart(self) -> None:
-        """Chooses who is read far from now on, as the embedded engine does when requests start."""
+        """Chooses the rows that are read far from now on, as the embedded engine does when requests start."""
         now = self.counts.num_steps
         samples = list(self._running)
         contexts = np.array([sample.num_context_tokens + now - self._running[sample] for sample in samples])
@@ -157,7 +158,8 @@ class Engine(ABC):
         self._far, self._near = entries[: self._num_far], entries[self._num_far :]  # sorted lists are heaps
 
     def _count_decode(self, num_steps: int) -> None:
-        """Rows are read up to the longest of their part, in whole buckets; whoever fills a gap is read far."""
+        """Counts the context tokens read. Each row is read up to the longest row of its part (read far, or not), in
+        whole buckets. A row that takes the place of an ended one is read far."""
         for heap in (self._far, self._near):
             while heap and heap[0][2] not in self._running:
                 heapq.heappop(heap)
@@ -172,7 +174,8 @@ class Engine(ABC):
             self.counts.num_context_tokens += read * num_rows
 
     def _count_prefill(self, samples: Sequence[Sample]) -> None:
-        """A prompt that a running sample holds is copied; whatever is carried on is computed anew."""
+        """Counts prefilled tokens. A prompt that a running sample has is copied; a continued sample is computed
+        again."""
         held = {sample.group for sample in self._running}
         fresh = {sample.group for sample in samples if sample.num_tokens == 0} - held
         resumed = [sample.num_context_tokens for sample in samples if sample.num_tokens]
@@ -182,7 +185,7 @@ class Engine(ABC):
 
 
 class VirtualEngine(Engine):
-    """Time is what the model says."""
+    """Engine whose time is computed by a `StepTime`."""
 
     def __init__(self, lengths: Lengths, model: StepTime):
         super().__init__(lengths)
@@ -207,7 +210,7 @@ class VirtualEngine(Engine):
 
 
 def padded_tokens(lengths: Sequence[int]) -> int:
-    """Tokens of the prefills that the embedded engine makes of these: the longest first, a few at a time."""
+    """Number of tokens, with padding, that the embedded engine prefills: the longest rows first, a few at a time."""
     rest, total = sorted(lengths, reverse=True), 0
     while rest:
         rows = max(1, PREFILL_TOKENS // rest[0])
@@ -217,6 +220,6 @@ def padded_tokens(lengths: Sequence[int]) -> int:
 
 
 def _sum_of_reads(longest: int) -> int:
-    """Tokens read of one row whose context grows from nothing to this, step by step."""
+    """Number of tokens read of one row while its context grows from nothing to `longest`, step by step."""
     buckets, rest = divmod(longest, READ_BUCKET_TOKENS)
     return READ_BUCKET_TOKENS * (READ_BUCKET_TOKENS * buckets * (buckets + 1) // 2 + rest * (buckets + 1))

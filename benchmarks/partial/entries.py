@@ -1,4 +1,4 @@
-"""Who takes part: a curve a policy, an entry a curve and a factor on it."""
+"""Entries of the contest. A policy has a curve of rates over its factor; an entry is one factor on a curve."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from offbeat.rules.event_model import EventModelConfig
 
 @dataclass(frozen=True)
 class Entry:
-    """`factor` is None where the policy chooses it, or has none."""
+    """A policy with its factor; None if the policy chooses the factor itself, or has none."""
 
     curve: str
     factor: float | None = None
@@ -64,7 +64,7 @@ PART_FACTORS = (1.25, 2.0)
 
 
 def entries() -> list[Entry]:
-    """Everyone, in the order of the table."""
+    """Returns all entries, in the order of the table."""
     rivals = [Entry("april", factor) for factor in (1.25, 1.5, 2.0, 3.0)] + [Entry("april, surplus kept", 1.5)]
     pools = [Entry(curve, factor) for curve in ("copris", "pipeline") for factor in (1.0, 1.5, 2.0)]
     ours = [Entry(curve, factor) for curve in (STRICT, RELEASE) for factor in (*FACTORS, None)]
@@ -73,7 +73,7 @@ def entries() -> list[Entry]:
 
 
 def setting_of(switches: Switches) -> EventModelConfig:
-    """What the controller is told of the engine and the schedule."""
+    """Returns the facts about engine and schedule that the controller gets."""
     return EventModelConfig(
         groups_per_step=GROUPS_PER_STEP,
         group_size=GROUP_SIZE,

@@ -1,4 +1,4 @@
-"""Draws the main figure: tokens delivered a second against the share that is off-policy, a curve a policy."""
+"""Draws the main figure: tokens delivered per second against their off-policy share, with a curve for each policy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLOURS = {
 
 
 def draw(contest: Contest, laws: list[Law], picture: Path) -> None:
-    """A panel a law; a point a factor, the automatic one a star."""
+    """Draws a panel for each law and a point for each factor; the automatic factor is a star."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5 * len(laws) + 1.4, 4.4), dpi=150, layout="constrained")

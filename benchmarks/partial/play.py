@@ -15,7 +15,7 @@ UPDATE_S = 0.05
 
 @dataclass(frozen=True)
 class Size:
-    """How long a run is, and how much of it counts: the first third fills the schedule up."""
+    """Length of a run, and the part that counts; the first third does not, because the schedule fills up."""
 
     num_steps: int
 

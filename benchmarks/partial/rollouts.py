@@ -1,7 +1,7 @@
-"""The floor on which every policy works: groups begin, run in the engine, are delivered or wasted; then weights change.
+"""The basis of every policy: groups begin, run in the engine, and are delivered or wasted; then weights change.
 
-Guarantees, checked at every update: each generated token is delivered, counted as wasted by a cause, or still held by
-a sample that is alive; and whatever is delivered has ended. The clock and the pause of an update are the same for all.
+Guarantees, checked at every update: each generated token is delivered, counted as wasted by a cause, or still part of
+a living sample; and every delivered sample has ended. The clock and the pause of an update are the same for all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from benchmarks.partial.samples import Group, Sample
 
 
 class Rollouts:
-    """See the module. A policy calls it; `rows` hold what came of each step."""
+    """Begins, delivers and wastes samples for a policy, and keeps a row of accounts for each step in `rows`."""
 
     def __init__(self, engine: Engine, groups_per_step: int, update_s: float):
         self.engine, self.groups_per_step, self.update_s = engine, groups_per_step, update_s
@@ -24,7 +24,7 @@ class Rollouts:
         self.rows: list[Row] = []
         self.row = Row()
         self.alive: set[Sample] = set()
-        """Samples that were begun, and neither delivered nor wasted."""
+        """Samples that were begun but neither delivered nor wasted."""
         self._alive_before: set[Sample] = set()
         self._prompts = self._in_order()
         self._num_begun = 0
@@ -40,7 +40,7 @@ class Rollouts:
         return self._alive_before | self._begun
 
     def begin(self) -> Group:
-        """The next group of the data set; nothing of it runs yet."""
+        """Returns the next group of the data set, of which no sample runs yet."""
         epoch, prompt = next(self._prompts)
         group = Group(self._num_begun, prompt, epoch)
         group.samples = [Sample(group, member) for member in range(self.group_size)]
@@ -62,7 +62,8 @@ class Rollouts:
             self.alive.remove(sample)
 
     def update(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Trains on what was delivered: a pause, in which a policy may think, then a new version; ends the row."""
+        """Simulates training on the delivered samples: a pause, in which a policy may think, then a new version. Ends
+        the row."""
         self.engine.settle()
         self.engine.pause(self.update_s, meanwhile)
         self.version += 1

@@ -1,7 +1,7 @@
-"""Plays the runs of a contest, several at a time: any in engine time, a seed each by the wall clock.
+"""Plays the runs of a contest, several at a time.
 
-By the wall clock the entries of a seed take turns in one process and on one stepper, so that whatever the machine does
-meanwhile meets all of them.
+By the wall clock, each process has one seed, whose entries take turns on one stepper, so that other load on the machine
+affects all of them. In engine time, processes may have any runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.partial.real import RealEngine, new_stepper, set_torch_up
 from offbeat.rules.step_time import StepTime
 
 NUM_SLOTS = 192
-"""More than any policy runs at a time: 5 steps' samples are 160."""
+"""Number of slots; more than any policy uses at a time, because 5 steps have 160 samples."""
 Played = list[tuple[Run, Figures]]
 
 
@@ -52,7 +52,8 @@ def by_the_wall_clock(
 
 @contextmanager
 def _mapping(jobs: int) -> Iterator[Callable[..., Iterable[Any]]]:
-    """`map`, in as many processes; alone in this one, since starting another takes seconds."""
+    """Yields a function like `map` that uses this many processes; for one, this process, because starting another takes
+    seconds."""
     if jobs == 1:
         yield map
         return

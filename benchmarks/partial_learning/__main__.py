@@ -1,12 +1,12 @@
 """Learning with and without partial rollouts: `python -m benchmarks.partial_learning [--quick] [--jobs N]`.
 
-The hard arithmetic task with a long tail, with GRPO, DAPO and GSPO, with partial rollouts (`max_staleness = 4`, the
-over-provision factor chosen during the run, keys and values carried over versions) and without (`max_staleness = 0`),
-with the same seeds and problems. Compared are the samples, and the seconds of training, until 80 % of the gain of
-training without them.
+Trains the hard arithmetic task with a long tail with GRPO, DAPO and GSPO. Each trial runs once with partial rollouts
+(`max_staleness = 4`, the over-provision factor chosen during the run, keys and values kept over versions) and once
+without (`max_staleness = 0`), with the same seed and problems. Compares the samples, and the seconds of training, until
+80 % of the gain of training without partial rollouts is reached.
 
-`--lessons FILE` keeps each trial as a line and does not repeat those in it; `--loss NAME` runs the trials of one loss.
-Trials share the machine evenly when `--jobs` divides their number; both ways then have the same neighbours.
+`--lessons FILE` appends each trial to a file as a line and does not repeat trials in it; `--loss NAME` runs the trials
+of one loss. If `--jobs` divides the number of trials, all trials share the machine evenly, with equal neighbours.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ say = partial(report.say, "partial_learning")
 
 
 def plans_of(size: Size, losses: Sequence[str]) -> list[Plan]:
-    """Both ways of a seed one after the other, so that they run at the same time."""
+    """Returns the plans, with both plans of a seed next to each other, so that they run at the same time."""
     seeds = range(FIRST_SEED, FIRST_SEED + size.seeds)
     return [Plan(loss, is_partial, seed) for loss in losses for seed in seeds for is_partial in (False, True)]
 
@@ -67,7 +67,7 @@ def by_seconds(trials: Sequence[Trial]) -> list[Learned]:
 
 
 def ratios(ways: Ways, loss: str) -> tuple[list[float], list[float]]:
-    """Samples and seconds needed with partial rollouts over those without, seed by seed."""
+    """Returns for each seed the samples and seconds needed with partial rollouts, over those needed without."""
     threshold = threshold_of(by_samples(ways[loss, False]))
     found = []
     for measured in (by_samples, by_seconds):

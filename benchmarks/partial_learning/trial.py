@@ -1,10 +1,9 @@
-"""One trial: a whole run through the command line, with partial rollouts or without, judged along the way.
+"""One trial: a whole run through the command line, with partial rollouts or without, whose weights are judged.
 
 The task is the hard arithmetic of the learning benchmarks with a long tail: sums, and worked multiplications whose
-answers are as long as a log-normal law says. Answers to one prompt are about as long as one another, so a step of 8
-groups of 4 draws twice as often from that law as one of 4 groups of 8, the set-up before. Without partial rollouts a
-step waits for its longest answer. Weights are kept every few steps and judged after the run, on held-out problems of
-the same law; the clock counts training alone.
+answers have log-normal lengths. Answers to one prompt have similar lengths, so a step of 8 groups of 4 draws twice as
+many lengths as one of 4 groups of 8. Without partial rollouts, a step waits for its longest answer. Weights are kept
+every few steps and judged after the run, on held-out problems with the same distribution. Only training is timed.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from offbeat.data.arithmetic import Arithmetic
 MODEL = "offbeat-tiny"
 TAIL: dict[str, Any] = {"tail_median": 10, "tail_sigma": 1.0}
 MAX_NEW_TOKENS = 288
-"""The longest table has forty lines of up to seven characters."""
+"""Largest number of new tokens: the longest worked multiplication has forty lines of up to seven characters."""
 MAX_CONTEXT_TOKENS = 320
 
 
@@ -41,12 +40,13 @@ class Size:
     level: int = 3
     tail: float = 0.3
     lr: float = 1.5e-4
-    """Slow enough for some eighty steps to 80 % of the gain: the first ten or so find out which factor to take."""
+    """Learning rate, so low that 80 % of the gain takes some eighty steps, because in the first ten or so the run still
+    searches for the best over-provision factor."""
     beta2: float = 0.95
     groups: int = 8
     group_size: int = 4
     max_staleness: int = 4
-    """With partial rollouts; without them, 0. Keys and values are carried over as many versions."""
+    """Staleness bound with partial rollouts; without them it is 0. Keys and values are kept over as many versions."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Trial:
-    """Held-out reward by samples and by seconds, and how old and how recycled its data was."""
+    """Result of a trial: held-out reward by samples and by seconds, and the age of the training data."""
 
     plan: Plan
     samples: list[int]
     seconds: list[float]
     rewards: list[float]
     generate_share: float
-    """Of the time, what the trainer waited for its batches."""
+    """Share of the time for which the trainer waited for batches."""
     off_policy_share: float
     max_staleness: int
 
@@ -80,7 +80,7 @@ class Trial:
 
 
 def run_trial(plan: Plan, size: Size) -> Trial:
-    """Runs one trial on one thread; several run side by side."""
+    """Runs one trial on one thread, so that several can run at the same time."""
     torch.set_num_threads(1)
     job = _job(plan, size)
     with tempfile.TemporaryDirectory(prefix="offbeat-recycling-") as folder:
@@ -102,7 +102,7 @@ def run_trial(plan: Plan, size: Size) -> Trial:
 
 
 async def _judge(states: Sequence[Mapping[str, torch.Tensor] | None], size: Size, folder: Path) -> list[float]:
-    """The held-out reward of each; None stands for the model as it is loaded."""
+    """Returns the held-out reward of each set of weights; None stands for the model as it is loaded."""
     scorer = Scorer(MODEL, folder, MAX_NEW_TOKENS, MAX_CONTEXT_TOKENS)
     problems = Arithmetic(level=size.level, tail=size.tail, **TAIL).held_out(size.prompts)
     rewards = []

@@ -37,7 +37,7 @@ from benchmarks.planner_contest.rivals.clusters import paper_cases, random_cases
 
 
 def quantiles(values: Sequence[float]) -> list[float]:
-    """p10, p50, p90 and the least."""
+    """Returns p10, p50, p90 and the smallest value."""
     ordered = sorted(values)
     return [*(ordered[round(share * (len(ordered) - 1))] for share in (0.1, 0.5, 0.9)), ordered[0]]
 
@@ -60,7 +60,8 @@ def rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
 
 
 def losses(outcomes: Sequence[Outcome]) -> dict[str, dict[str, float]]:
-    """By way of keeping the bound: cases in which some reading is ahead, with our speed over its."""
+    """Returns, by way of keeping the bound, the cases in which a reading of Algorithm 1 is faster, with the ratio of
+    our speed to its speed."""
     ratios = {
         **{f"{sync}, paced": {one.case.name: one.over_best(sync) for one in outcomes} for sync in (PUBLISHED, SAME)},
         f"{SAME}, masked": {one.case.name: one.over_best_masked() for one in outcomes},

@@ -1,4 +1,4 @@
-"""One cluster, planned by ours and by every reading of Algorithm 1, and scored by the judge."""
+"""Plans one cluster with our planner and with every reading of Algorithm 1, and has the judge score the plans."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ class Outcome:
     plan_s: float
     gap: float
     speeds: dict[str, dict[str, float]]
-    """Tokens a second by way of sync, then by contestant."""
+    """Tokens per second, by way of sync, then by contestant."""
     masked: dict[str, float]
-    """By contestant, with the same sync, where the bound is kept by masking tokens instead of by pacing steps."""
+    """Tokens per second with the same sync if the bound is kept by masking tokens instead of by pacing steps, by
+    contestant."""
 
     def over_best(self, sync: str) -> float:
         return self.speeds[sync]["ours"] / max(self.speeds[sync][name] for name in READINGS)
 
     def over_literal(self, sync: str) -> float | None:
-        """None where Algorithm 1 as printed finds nothing that works: no ratio can tell that."""
+        """Our speed over that of Algorithm 1 as printed; None if the latter finds no working plan."""
         literal = self.speeds[sync]["literal"]
         return self.speeds[sync]["ours"] / literal if literal else None
 
@@ -60,7 +61,7 @@ class Outcome:
 
 
 def contest(case: Case) -> Outcome | None:
-    """None where no reading of Algorithm 1 finds anything, so that there is nobody to compare with."""
+    """Returns the outcome of a case; None if no reading of Algorithm 1 finds a plan to compare with."""
     started_s = time.monotonic()
     problem = ours.problem(case.inventory, case.workload)
     mine = ours.answer(problem)

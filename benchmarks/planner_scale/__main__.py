@@ -1,11 +1,11 @@
 """Planning time for 64 to 65,536 accelerators of 8 classes: `python -m benchmarks.planner_scale [--quick]`.
 
-One process on one core makes columns of an inventory and a workload by the cost model, then the fastest plan for half
-the price of the whole inventory, with its proof, to a gap of 0.01 %; both are timed together. Checking the plan without
-a solver is not timed. Cards and prices are the catalogue's; links, lengths and models are drawn.
+One process on one core computes the columns for an inventory and a workload by the cost model, and then the fastest
+plan for half the price of the whole inventory, with a proof to a gap of 0.01 %. Both are timed together; checking the
+plan without a solver is not timed. Cards and prices are from the catalogue; links, lengths and models are random.
 
-Bars take the worst of the seeds, in seconds of the processor, so that other load on the machine does not show. Seconds
-by the clock stand beside them.
+Bars use the worst seed, in CPU seconds, so that other load on the machine does not matter. Wall-clock seconds are shown
+as well.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ NUM_SEEDS = 5
 TARGETS_S = {1_024: 2.0, 16_384: 10.0}
 BUDGET_SHARE = 0.5
 SLACK = 0.7
-"""Of the fastest plan's throughput, what the cheapest plan is asked for."""
+"""Throughput required of the cheapest plan, as a share of the fastest plan's."""
 GB = 1e9
 
 Made = TypeVar("Made")
 
 
 def inventory(num_accelerators: int, draw: random.Random) -> Inventory:
-    """As many nodes of each class; between nodes 12 to 50 GB/s, less between classes."""
+    """Makes an inventory with equally many nodes of each class; 12 to 50 GB/s between nodes, less between classes."""
     num_nodes = max(1, num_accelerators // PER_NODE // len(CARDS))
     classes = {
         name: MachineClass(name, card, PER_NODE, num_nodes, card.price_per_h or 1.85)
@@ -57,7 +57,7 @@ def inventory(num_accelerators: int, draw: random.Random) -> Inventory:
 
 
 def workload(num_accelerators: int, draw: random.Random) -> Workload:
-    """A group of answers for every accelerator, so that all of them could be of use."""
+    """Makes a workload with a group of answers for every accelerator, so that all accelerators could be used."""
     return Workload(
         known_model(draw.choice(["qwen2.5-1.5b", "qwen2.5-7b", "qwen3-8b", "qwen2.5-14b"])),
         groups_per_step=num_accelerators,
@@ -75,7 +75,7 @@ def whole_price(problem: PlanningProblem) -> float:
 
 
 def timed(work: Callable[[], Made]) -> tuple[Made, float, float]:
-    """What was made, seconds of the processor and seconds by the clock."""
+    """Returns the result of a call, its CPU seconds and its wall-clock seconds."""
     cpu_s, clock_s = time.process_time(), time.perf_counter()
     return work(), time.process_time() - cpu_s, time.perf_counter() - clock_s
 
@@ -109,7 +109,7 @@ def measure(num_accelerators: int, seed: int) -> dict[str, Any]:
 
 
 def table(runs: list[dict[str, Any]]) -> list[list[str]]:
-    """The worst of every size, and how much longer that took than the size before."""
+    """Returns rows with the worst seconds of every size, and their ratio to those of the size before."""
     rows, before = [], None
     for size in SIZES:
         of_size = [run for run in runs if run["accelerators"] == size]
@@ -123,7 +123,7 @@ def table(runs: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def worst_bar(target: float, values: list[float], *, quick: bool) -> report.Bar:
-    """Every run has to keep it; one problem of a size cannot tell, unless it is far off."""
+    """Returns the bar for the worst run. A single problem of a size decides only if it is far from the target."""
     holds = report.at_most(target, [max(values)], quick=quick).holds
     return report.Bar(round(max(values), 6), target, holds, (round(min(values), 6), round(max(values), 6)))
 

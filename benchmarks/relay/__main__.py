@@ -2,13 +2,13 @@
 
 Sender and receivers run in this process, each with the server, store and sources of a worker; all bytes cross real
 sockets. Everything from the sender passes one line whose rate all receivers share. Each receiver has an uplink three
-times as fast, shared by the receivers that it feeds. The relay tree is built as at the start of a run, without
-measurements. Timed is the span until every receiver has every piece, verified and flushed,
+times as fast, shared by the receivers that fetch from it. The relay tree is built as at the start of a run, without
+measurements. Measures the time until every receiver has every piece, verified and flushed,
 
-- by relays, over the time of one receiver that fetches alone over the slow link in the same round: the bar;
+- by relays, over the time of one receiver that fetches alone over the slow link in the same round (the bar);
 - with all six fetching from the sender, for comparison.
 
-The narrowest cut's lower bound and the processor time stand beside them: the latter shows whether this machine was the
+Also shows the lower bound of the narrowest cut, and the processor time, which tells whether this machine was the
 bottleneck. A quick run decides nothing.
 """
 

@@ -1,7 +1,7 @@
-"""A line to one server on this machine, with a rate that all who fetch over it share.
+"""A line to one server on this machine, whose rate all receivers share.
 
-It carries bytes and knows nothing of what they mean. What is under way is bounded, so that a server feels how slow the
-line is; what goes to the server (calls, a few hundred bytes each) passes at once.
+It carries bytes without interpreting them. The bytes under way are limited, so that the server is slowed down to the
+rate of the line. Calls to the server, of a few hundred bytes each, pass at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Link(Listener):
         super().__init__(port)
         self.bytes_per_s = bytes_per_s
         self.num_bytes = 0
-        """That came over it from the server."""
+        """Bytes that came over the line from the server."""
         self._bucket = Bucket(CREDIT_S)
 
     async def _converse(self, calls: asyncio.StreamReader, caller: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""The least time in which weights can reach every receiver of a network."""
+"""The shortest time in which weights can reach every receiver of a network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def least_seconds(
 
 
 def max_flow(links: Mapping[tuple[str, str], float], start: str, end: str) -> float:
-    """The maximum flow over directed links, which may lead through nodes that are no receivers."""
+    """Returns the maximum flow over directed links, which may lead through nodes that are not receivers."""
     left: dict[str, dict[str, float]] = {start: {}, end: {}}
     for (tail, head), capacity in links.items():
         left.setdefault(tail, {})[head] = left.get(tail, {}).get(head, 0.0) + capacity

@@ -64,7 +64,7 @@ async def knows_key(key: str) -> bool:
 
 
 class Nowhere:
-    """Behind the sender there is nobody."""
+    """Sources of the sender, which has nobody to fetch from."""
 
     async def manifest(self, number: int, digest: str) -> bytes:
         raise PieceMissing(f"manifest {number}: the sender did not give it")
@@ -74,7 +74,7 @@ class Nowhere:
 
 
 class Worker:
-    """What a worker has to receive versions and to hand them on."""
+    """The parts with which a worker receives versions and passes them on."""
 
     def __init__(self, folder: Path, sender: Link):
         self._root = PeerSources(Nowhere())
@@ -102,7 +102,7 @@ class Worker:
 
 
 def version_of(sizes: Sizes, store: FolderStore) -> Manifest:
-    """A version of as many tensors as pieces, in the sender's store."""
+    """Puts a version with one tensor per piece into the sender's store."""
     tensors, pieces = [], []
     for number in range(sizes.num_pieces):
         data = os.urandom(sizes.piece_bytes)
@@ -146,7 +146,7 @@ def _cpu_s() -> float:
 
 
 async def measure(folder: Path, sizes: Sizes) -> dict[str, list[Sent]]:
-    """Each round sends a version of its own in each way, in turn."""
+    """In each round, sends a new version in each way in turn."""
     found: dict[str, list[Sent]] = {way: [] for way in WAYS}
     warm_up = Sizes(1, 8, 64 * 1024, sizes.slow_bytes_per_s)
     for number, at in enumerate([warm_up, *[sizes] * sizes.rounds]):

@@ -1,11 +1,12 @@
 """The cost of staleness, with and without correction: `python -m benchmarks.staleness [--quick] [--jobs N]`.
 
-The arithmetic task is so hard that training on fresh data ends at a held-out reward between 0.5 and 0.85. The same
-seeds and problems are then trained with data held back by 1, 2, 4 and 8 steps, with a run's default correction and
-without any. Compared are the samples needed for 80 % of the gain of training on fresh data.
+The arithmetic task is so hard that training on fresh data ends at a held-out reward between 0.5 and 0.85. Runs with the
+same seeds and problems are then trained with data held back by 1, 2, 4 and 8 steps, with the default correction and
+without any. Compares the samples needed for 80 % of the gain of training on fresh data.
 
-The set-up counts only if staleness hurts in it, that is, if the uncorrected run at 8 is clearly worse. `--lessons FILE`
-keeps each trial as a line and does not repeat those in it; `--plot FILE.png` draws the curves.
+The set-up counts only if staleness hurts in it, which means that the uncorrected run at 8 steps is clearly worse.
+`--lessons FILE` appends each trial to a file as a line and does not repeat trials in it; `--plot FILE.png` draws the
+curves.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ HELD_BACK = (0, 1, 2, 4, 8)
 CORRECTED, UNCORRECTED = "tis", "off"
 SAMPLES_TARGET = 1.15
 WORSE_TARGET = 1.15
-"""At 8 an uncorrected run must need so many times the samples of the corrected one for the set-up to count."""
+"""Ratio of samples, uncorrected over corrected at 8 steps, that is needed for the set-up to count."""
 END_FROM, END_TO = 0.5, 0.85
 FIRST_SEED = 11
-"""The set-up was chosen with seeds 1 to 5; others judge it."""
+"""First seed of the trials; the set-up was chosen with seeds 1 to 5, so others judge it."""
 FULL = Size(steps=160, judge_every=8, prompts=2000, seeds=5)
 QUICK = Size(steps=4, judge_every=2, prompts=100, seeds=1)
 
@@ -43,14 +44,14 @@ say = partial(report.say, "staleness")
 
 
 def plans_of(size: Size) -> list[Plan]:
-    """On fresh data both ways are the same, so that only one is given."""
+    """Returns the plans; on fresh data, with and without correction are the same, so only one plan is included."""
     seeds = range(FIRST_SEED, FIRST_SEED + size.seeds)
     ways = [(0, UNCORRECTED), *itertools.product(HELD_BACK[1:], (CORRECTED, UNCORRECTED))]
     return [Plan(held_back, way, seed) for seed in seeds for held_back, way in ways]
 
 
 def trials_of(size: Size, jobs: int, kept: Path | None) -> list[Trial]:
-    """Every trial, one thread each; those that `kept` holds were given before."""
+    """Returns every trial. Trials in the file `kept` are not run again; the others run on one thread each."""
     wanted = plans_of(size)
 
     def tell(trial: Trial, num_given: int) -> None:
@@ -73,7 +74,7 @@ def by_way(trials: Sequence[Trial]) -> Ways:
 
 
 def ratios(ways: Ways, above: tuple[int, str], below: tuple[int, str]) -> list[float]:
-    """Samples needed one way over those needed the other, seed by seed."""
+    """Returns for each seed the samples needed in one way over those needed in the other."""
     threshold = threshold_of(ways[0, UNCORRECTED])
     pairs = zip(ways[above], ways[below], strict=True)
     return [one.needed(threshold) / other.needed(threshold) for one, other in pairs]

@@ -1,9 +1,9 @@
 """One trial: a policy that learns from data that was held back for a fixed number of steps.
 
-The parts are those of a run: the embedded engine samples, `train_step` learns, the arithmetic task poses and judges.
-What a run leaves to its schedule is fixed here: the batch of a step was sampled from the weights of `held_back` steps
-before it, or from the first ones while there are none so old. Held-out problems are answered at temperature 1 by the
-weights themselves, with the same random numbers each time.
+The parts are those of a run: the embedded engine samples, `train_step` learns, the arithmetic task gives problems and
+rewards. The schedule is fixed: the batch of a step is sampled from the weights of `held_back` steps before, or from the
+first weights in the first steps. Held-out problems are answered at temperature 1, with the same random numbers each
+time.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ class Size:
     seeds: int
     level: int = 3
     lr: float = 2.5e-4
-    """So large that with small batches the policy drifts far in eight steps, and so small that it learns."""
+    """Learning rate, so large that the policy drifts far in eight steps of small batches, but small enough to learn."""
     beta2: float = 0.95
-    """Forgets a large gradient within twenty steps instead of a thousand, so that fresh data does not dip either."""
+    """Adam's beta2, with which a large gradient is forgotten within twenty steps instead of a thousand, so that the
+    reward does not dip even on fresh data."""
     groups: int = 4
     group_size: int = 8
     max_new_tokens: int = 24
@@ -68,7 +69,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Trial:
-    """Held-out reward by samples trained, and the effective sample size of its last steps."""
+    """Result of a trial: held-out reward by samples trained, and the effective sample size of the last steps."""
 
     plan: Plan
     samples: list[int]
@@ -85,7 +86,7 @@ class Trial:
 
 
 def settings_of(size: Size, correction: str) -> StepSettings:
-    """The very settings that a run with this correction gets."""
+    """Returns the settings that a real run with this correction has."""
     config = from_dict(
         {
             "batch": {"groups_per_step": size.groups, "group_size": size.group_size},
@@ -99,7 +100,7 @@ def settings_of(size: Size, correction: str) -> StepSettings:
 
 
 def run_trial(plan: Plan, size: Size) -> Trial:
-    """Runs one trial on one thread; several run side by side."""
+    """Runs one trial on one thread, so that several can run at the same time."""
     torch.set_num_threads(1)
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="offbeat-staleness-") as folder:
@@ -146,7 +147,7 @@ class _Setup:
         self.scorer = Scorer(MODEL, folder, size.max_new_tokens, MAX_CONTEXT_TOKENS)
 
     async def sample(self, ordinal: int) -> list[Sample]:
-        """A batch of fresh answers, judged; `ordinal` says which problems, the same for every plan."""
+        """Samples a batch of answers with rewards. `ordinal` selects the problems, the same for every plan."""
         problems = [self.task.problem(ordinal * self.size.groups + i) for i in range(self.size.groups)]
         asked = [(group, problem, derive_seed(self.seed, ordinal, group, member))
                  for group, problem in enumerate(problems) for member in range(self.size.group_size)]  # fmt: skip

@@ -1,12 +1,12 @@
 """Two hundred workers at one coordinator, over HTTP on loopback: `python -m benchmarks.swarm [--quick]`.
 
-The coordinator is a process bound to one core; the workers, real ones with paced engines, are tasks of this process, on
-another core. Measured are
+The coordinator is a process bound to one core. The workers are tasks of this process, on another core; they are real
+except for their paced engines. Measures
 
 - submissions per second while workers offer more than the server can take, over those of the same server (application,
-  access checks, parsing) with a stand-in behind it that acknowledges at once and stores nothing. The two servers run
-  side by side and are loaded in turn. Both rates are also given per second of the server's CPU time: where the workers'
-  core is the bottleneck the ratio of rates flatters, so the bar takes the lower of the two ratios;
+  access checks, parsing) with a stand-in behind it that acknowledges at once and stores nothing. Both servers run at
+  the same time and are loaded in turn. Rates are also computed per second of the server's CPU time. If the workers'
+  core is the bottleneck, the ratio of plain rates is too favourable, so the bar uses the lower of the two ratios;
 - the latency of an acknowledgement, at that load and at a lighter one;
 - growth of the coordinator's memory over five minutes at the lighter load.
 
@@ -31,7 +31,7 @@ RATE_TARGET, GROWTH_TARGET = 0.5, 0.05
 
 
 def growth(memory: MemoryLog) -> float:
-    """By which share of itself memory would grow in five minutes, by the line that fits it best."""
+    """Returns the relative growth of memory in five minutes, by a linear fit."""
     seconds, megabytes = zip(*memory, strict=True)
     return float(300.0 * np.polyfit(seconds, megabytes, 1)[0] / statistics.fmean(megabytes))
 

@@ -24,17 +24,17 @@ from offbeat.errors import OffbeatError
 
 NUM_WORKERS = 200
 ANSWER_S = 0.5
-"""With 1,600 slots, 2,700 answers a second: more than any server here can take."""
+"""Time of an answer under overload. With 1,600 slots, 2,700 answers per second come, more than the server can take."""
 LIGHT_ANSWER_S = 8.0
-"""A hundred and seventy answers a second: a fraction of what it can take."""
+"""Time of an answer under light load: 170 answers per second, a fraction of what the server can take."""
 SERVER_CORE, WORKERS_CORE = 0, 1
 MEMORY_EVERY_S = 1.0
 say = partial(report.say, "swarm")
 WARMUP_ANSWERS = 2 * NUM_SLOTS
-"""From each worker, on average, before anything is measured: by then all connections are open."""
+"""Number of answers before anything is measured; by then all connections are open."""
 
 MemoryLog = list[tuple[float, float]]
-"""Seconds, and the megabytes that the server had resident then."""
+"""Pairs of a time in seconds and the server's resident memory in megabytes at that time."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Lengths:
 
     rounds: int
     warmup_s: float
-    """At most."""
+    """Longest time of the warm-up."""
     loaded_s: float
     memory_s: float
 
@@ -68,7 +68,7 @@ class Server:
         return json.loads(line)
 
     def stop(self) -> dict[str, Any]:
-        """Ends it; returns what its ledger holds."""
+        """Ends the server; returns the counts of its ledger."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         told = self._read()
@@ -113,7 +113,7 @@ class Loaded:
 
 
 def put_under_load(server: Server, answer_s: float, lengths: Lengths, seconds: float) -> tuple[Loaded, MemoryLog]:
-    """Lets a crowd work at a server; its memory is looked at meanwhile."""
+    """Lets a crowd of workers load a server, and records the server's memory meanwhile."""
     gc.collect()
     memory: MemoryLog = []
 
@@ -151,7 +151,8 @@ def _cpu_s() -> float:
 
 
 def measure(folder: Path, lengths: Lengths) -> tuple[dict[str, list[Loaded]], MemoryLog, dict[str, Any]]:
-    """Both servers overloaded in turn, then the ledger's lightly loaded, and what it holds in the end."""
+    """Overloads both servers in turn, then loads the server with a ledger lightly; also returns the ledger's final
+    counts."""
     loads: dict[str, list[Loaded]] = {"ledger": [], "stand-in": []}
     with ExitStack() as stack:
         servers = {name: stack.enter_context(started(folder / name, stand_in=name == "stand-in")) for name in loads}

@@ -94,7 +94,7 @@ class StandIn:
 
 
 async def train(coordinator: Coordinator, first: Version) -> None:
-    """Claims, publishes and commits for ever, as fast as batches come."""
+    """Claims, publishes and commits without end, as fast as batches come."""
     version = first
     for step in itertools.count():
         await coordinator.claim(step, CLAIM_WITHIN_S)
@@ -162,7 +162,7 @@ async def serve(options: argparse.Namespace) -> None:
 
 
 def _enrol(ledger: Ledger, count: int) -> list[str]:
-    """Secrets of workers that joined without the wire, where joins are slowed down on purpose."""
+    """Returns the secrets of workers that joined directly, because joins over HTTP are slowed down on purpose."""
     made = [new_secret() for _ in range(count)]
     for number, secret in enumerate(made):
         ledger.redeem(ledger.issue_token(Role.ROLLOUT, 60), f"w{number}", {}, secret_hash(secret))

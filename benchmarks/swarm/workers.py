@@ -24,12 +24,12 @@ MEDIAN_TOKENS, SIGMA, MAX_TOKENS = 128, 0.6, 448
 
 @dataclass(frozen=True)
 class Phase:
-    """What a crowd got done in some time."""
+    """Results of a crowd in a period of time."""
 
     num_submissions: int
     seconds: float
     latencies_s: np.ndarray
-    """From the first byte sent to the acknowledgement read, retries included."""
+    """Seconds from the first byte sent to the acknowledgement received, including retries."""
 
     @property
     def rate(self) -> float:
@@ -40,7 +40,7 @@ class Phase:
 
 
 class TimedWorker(RemoteWorker):
-    """Notes when each submission was acknowledged, and after how long."""
+    """Records the time and the latency of each acknowledgement."""
 
     def __init__(self, connection: Connection, noted: list[tuple[float, float]]):
         super().__init__(connection, Path("unused"), shares_disk=True)
@@ -74,7 +74,7 @@ class Crowd:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Cuts all short; leaves no lease behind."""
+        """Stops all workers; leaves no lease behind."""
         for task in self._working:
             task.cancel()
         ended = await asyncio.gather(*self._working, return_exceptions=True)
@@ -87,7 +87,7 @@ class Crowd:
                 raise error
 
     async def warm_up(self, num_submissions: int, within_s: float) -> None:
-        """Until connections are open and the first answers are in: as many as asked for, or as came in time."""
+        """Waits until connections are open and the wanted number of answers has come, or time is over."""
         deadline_s = time.monotonic() + within_s
         while len(self._noted) < num_submissions and time.monotonic() < deadline_s:  # noqa: ASYNC110 - nothing hangs on it
             await asyncio.sleep(0.1)

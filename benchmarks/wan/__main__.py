@@ -4,13 +4,13 @@ The demo's task and model, trained with `overlap` by a coordinator, a trainer an
 with the same seed and settings:
 
 - near: all on one disk;
-- far: each worker behind a line of 20 Mbit/s with a round trip of 100 ms and 1 % of loss, modelled by its effect on
-  TCP: a stall of 200 ms on a connection for each lost segment of 1460 bytes (`far_link.py`). Versions reach them as
-  deltas in verified pieces; one of the three joins after a part of the run.
+- far: each worker behind a line of 20 Mbit/s with a round trip of 100 ms and 1 % loss. Loss is modelled by its effect
+  on TCP: each lost segment of 1460 bytes stalls its connection for 200 ms (`far_link.py`). Versions reach workers as
+  deltas in verified pieces. One of the three workers joins after a part of the run.
 
-Compared are the samples until most of the gain of the near runs is reached, on held-out problems and by the published
-weights, and the share of a step in which generation stands still for new weights. Wall-clock and bytes stand beside
-them. A quick run trains for a few steps and decides nothing.
+Compares the samples needed to reach most of the near runs' gain, judged by the published weights on held-out problems,
+and the share of a step in which generation stands still for new weights. Also shows wall-clock times and bytes. A quick
+run trains for a few steps and decides nothing.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def rows_of(outcomes: Outcomes) -> list[tuple[str, str, str]]:
 
 
 def whole_bytes(swarm: Swarm) -> int:
-    """What workers would have fetched, had each version come as its whole file."""
+    """Bytes that workers would have fetched if each version had come as a whole file."""
     newest = max(swarm.run.glob("weights/[0-9]*/model.safetensors"))
     return swarm.traffic.num_versions() * newest.stat().st_size
 

@@ -1,10 +1,9 @@
-"""A line to a server far away, on one machine and without privileges: slow, long, and with losses.
+"""Models a slow, long and lossy line to a distant server, on one machine and without privileges.
 
-All connections of a line share its rate, in each direction. Every byte travels for half a round trip; opening a
-connection takes a whole one. Loss is what TCP makes of it, since bytes are never really lost: with the given
-probability each segment stops what its connection sends in that direction for the time of a retransmission, and what
-is behind it waits. With 1 % of segments, 0.2 s and 20 Mbit/s one connection alone comes to some 4.5 Mbit/s. Chance is
-seeded; what is under way is bounded, so that a sender feels how slow the line is.
+All connections of a line share its rate in each direction. Every byte travels for half a round trip, and opening a
+connection takes a whole one. No bytes are really lost: a lost segment stops its connection in that direction for the
+time of a retransmission, as in TCP. With 1 % loss, 0.2 s and 20 Mbit/s, a single connection reaches about 4.5 Mbit/s.
+Random numbers are seeded. The bytes under way are limited, so that the sender is slowed down to the rate of the line.
 """
 
 from __future__ import annotations
@@ -20,17 +19,18 @@ READ_BYTES = 8 * SEGMENT_BYTES
 BUFFER_BYTES = 64 * 1024
 CREDIT_S = 0.02
 UNDER_WAY_S = 0.25
-"""How much of its rate a direction holds at most: more than a delay's worth, or the delay would limit the rate."""
+"""Largest amount of data under way in one direction, in seconds at the line's rate. It must exceed the delay, or the
+delay would limit the rate."""
 
 
 @dataclass(frozen=True)
 class Distance:
-    """What is wrong with a line."""
+    """Rate, delay and loss of a line."""
 
     bytes_per_s: float
     round_trip_s: float
     loss: float = 0.0
-    """Probability of a segment."""
+    """Probability that a segment is lost."""
     retransmission_s: float = 0.2
 
     @property
@@ -39,7 +39,7 @@ class Distance:
 
 
 class Direction:
-    """One way of a line, with what all its connections share."""
+    """One direction of a line, whose rate all connections share."""
 
     def __init__(self, distance: Distance, rng: random.Random):
         self.distance, self._rng = distance, rng
@@ -48,7 +48,7 @@ class Direction:
         """Bytes that arrived, and segments that were lost on the way."""
 
     async def carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        """Carries one connection's bytes until their end, and tells the end."""
+        """Carries one connection's bytes until the end of the stream, and passes the end on."""
         under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(self.distance.max_reads_under_way)
         async with asyncio.TaskGroup() as both:
             both.create_task(self._send(source, under_way))
@@ -79,7 +79,7 @@ class Direction:
 
 
 class FarLink(Listener):
-    """A listening socket before one port of this machine.
+    """A listening socket in front of one port of this machine, with a modelled line in between.
 
     async with FarLink(port, Distance(bytes_per_s=2.5e6, round_trip_s=0.1, loss=0.01)) as link:
         ... link.url ...
@@ -91,7 +91,7 @@ class FarLink(Listener):
         super().__init__(port)
         self.distance = distance
         self.up, self.down = (Direction(distance, random.Random(2 * seed + way)) for way in range(2))
-        """Towards the server, and back from it."""
+        """Directions towards the server and back from it."""
 
     async def _converse(self, calls: asyncio.StreamReader, caller: asyncio.StreamWriter) -> None:
         server: asyncio.StreamWriter | None = None

@@ -22,7 +22,7 @@ from offbeat.trainer.checkpoint import Checkpoints
 NEAR, FAR = "near", "far"
 DISTANCE = Distance(bytes_per_s=20e6 / 8, round_trip_s=0.1, loss=0.01, retransmission_s=0.2)
 LATE = 0.25
-"""The share of the run's steps after which the last worker joins."""
+"""Share of the run's steps after which the last worker joins."""
 GROUPS_PER_STEP, GROUP_SIZE = 32, 8
 LEVEL, MAX_NEW_TOKENS = 2, 32
 SETTINGS = (
@@ -31,13 +31,13 @@ SETTINGS = (
     *(f"--rollout.max-new-tokens={MAX_NEW_TOKENS}", "--rollout.slots=16", "--rollout.lease-s=6"),
     *("--run.threads=1", "--log.console=quiet"),
 )
-"""The demo's, with fewer slots, so that each of three workers has something to do in every step, and short leases: with
-each third of one, a worker tells what it fetched."""
+"""Settings of the demo with two changes: fewer slots, so that each of three workers has work in every step, and short
+leases, because a worker reports what it fetched three times per lease."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run, and what it learned."""
+    """A run and its learning curve."""
 
     swarm: Swarm
     learned: Learned
@@ -49,7 +49,7 @@ say = partial(report.say, "wan")
 
 
 class Bench:
-    """Trains runs and judges them, all alike."""
+    """Trains runs and judges all of them in the same way."""
 
     def __init__(self, size: Size, folder: Path):
         self.size, self.folder = size, folder
@@ -80,7 +80,7 @@ class Bench:
 
 
 def published(run: Path, step: int) -> dict[str, Tensor]:
-    """The weights that were published after a step: its checkpoint's, rounded as they were."""
+    """Returns the weights that were published after a step: those of its checkpoint, rounded to bfloat16."""
     _, tensors = Checkpoints(run / "checkpoints").load(step)
     return {
         name.removeprefix(MASTER): tensor.to(torch.bfloat16)

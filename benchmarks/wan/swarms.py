@@ -1,8 +1,8 @@
-"""The same training run with its workers on the trainer's disk, and with its workers far away.
+"""The same training run with workers that share the trainer's disk (`near`), and with workers far away (`far`).
 
-Both are what a user would start: a coordinator, a trainer and three workers, each a process of its own. Far workers
-have disks of their own and a line of their own to the coordinator, which is all that they reach; the last of them joins
-when part of the run is over.
+Both consist of the processes that a user would start: a coordinator, a trainer and three workers. Each far worker has a
+disk of its own and a line of its own to the coordinator, and reaches nothing else. The last far worker joins when part
+of the run is over.
 """
 
 from __future__ import annotations
@@ -38,56 +38,56 @@ BYTES = "_bytes"
 
 @dataclass
 class Traffic:
-    """What new versions cost far workers, and what crossed their lines."""
+    """Costs of new versions at far workers, and the traffic on their lines."""
 
     told: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Each worker's own sums, as it told them last."""
+    """Figures that each worker last reported about itself, by worker."""
     num_bytes_down: int = 0
     num_bytes_up: int = 0
     num_lost: int = 0
-    """Segments."""
+    """Number of lost segments."""
 
     def num_bytes(self) -> dict[str, int]:
-        """Of weights that all workers fetched, by kind."""
+        """Bytes of weights that all workers fetched, by kind."""
         sums: Counter[str] = Counter()
         for figures in self.told.values():
             sums.update({name.removesuffix(BYTES): int(n) for name, n in figures.items() if name.endswith(BYTES)})
         return dict(sums)
 
     def num_versions(self) -> int:
-        """That workers have brought to their disks, all together."""
+        """Number of versions that all workers together have fetched."""
         return int(sum(figures.get("versions", 0) for figures in self.told.values()))
 
     def still_s(self) -> float:
-        """How long generation stood still for a version, at the worker where that was longest; the first version that a
-        worker loads finds nothing running and does not count."""
+        """Mean seconds for which generation stood still for a version, at the worker where they were longest. The first
+        version of a worker does not count, because nothing is running when it is loaded."""
         told = [(figures["still_s"], figures.get("versions", 0)) for figures in self.told.values()]
         return max((still_s / (count - 1) for still_s, count in told if count > 1), default=0.0)
 
 
 @dataclass(frozen=True)
 class Swarm:
-    """A run that is over."""
+    """A finished run."""
 
     run: Path
     seconds: float
-    """From the start of its first process on."""
+    """Seconds since the start of the first process."""
     traffic: Traffic
 
     def steps(self) -> list[dict[str, Any]]:
         return _steps(self.run)
 
     def step_s(self) -> float:
-        """The median, without the first, which waits for workers to start."""
+        """Median seconds of a step, without the first step, which waits for workers to start."""
         return statistics.median(row["seconds"] for row in self.steps()[1:])
 
     def still_share(self) -> float:
-        """Of a step: how long generation stands still at a far worker for its version."""
+        """Share of a step for which generation at a far worker stands still for a version."""
         return self.traffic.still_s() / self.step_s()
 
 
 def near(folder: Path, settings: Sequence[str]) -> Swarm:
-    """All on one disk: workers read versions where the trainer wrote them."""
+    """Runs all processes on one disk; workers read versions where the trainer wrote them."""
     folder.mkdir(parents=True)
     start_s = time.monotonic()
     run = Supervised(folder, *settings, f"--rollout.workers={len(WORKERS)}")
@@ -102,7 +102,7 @@ def near(folder: Path, settings: Sequence[str]) -> Swarm:
 
 
 async def far(folder: Path, settings: Sequence[str], distance: Distance, seed: int, late_after: int) -> Swarm:
-    """Coordinator and trainer here, workers behind lines of that distance, the last one after so many steps."""
+    """Runs coordinator and trainer here and workers behind lines; the last worker joins after `late_after` steps."""
     folder.mkdir(parents=True)
     start_s = time.monotonic()
     run = Supervised(folder, *settings, "--rollout.workers=0", "--weights.deltas=always")
@@ -154,7 +154,7 @@ class FarWorker:
             )
 
     async def end(self) -> None:
-        """Once the run is over it leaves by itself, unless it did not hear of it in time."""
+        """Waits until the worker leaves by itself after the run's end; kills it if it does not leave in time."""
         if self.process is None:
             return
         try:
@@ -175,7 +175,7 @@ def _steps(run: Path) -> list[dict[str, Any]]:
 
 
 def _told(url: str) -> dict[str, dict[str, float]]:
-    """What workers told of themselves; nothing while nobody listens."""
+    """Returns the figures that workers reported about themselves; empty while the coordinator does not listen."""
     told: dict[str, dict[str, float]] = {}
     try:
         with urllib.request.urlopen(url, timeout=10) as answer:

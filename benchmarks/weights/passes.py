@@ -1,8 +1,8 @@
-"""How long a version takes to publish and to apply, next to a copy in memory of the same bytes in the same run.
+"""Times to publish and to apply a version, compared with a copy in memory of the same bytes in the same run.
 
-Publishing goes from tensors to durable pieces, manifest and whole file (`offbeat.weights.publish`); applying goes from
-pieces and the file before to a verified, durable file (`offbeat.weights.assemble`). What either does is then done once
-more step by step, each for all parts before the next, to see where the time goes.
+Publishing goes from tensors to durable pieces, manifest and whole file (`offbeat.weights.publish`). Applying goes from
+pieces and the previous file to a verified, durable file (`offbeat.weights.assemble`). Both are then repeated in stages,
+each stage for all parts, to show where the time goes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LAYER = {
     **{"q_proj": (HIDDEN, HIDDEN), "k_proj": (KV, HIDDEN), "v_proj": (KV, HIDDEN), "o_proj": (HIDDEN, HIDDEN)},
     **{"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER), "norm": (HIDDEN,)},
 }
-"""As in models of 1.5B parameters."""
+"""Shapes of a layer's tensors, as in models with 1.5B parameters."""
 DTYPE = "BF16"
 STAGES = {
     "publish": ("read base", "compare", "encode", "hash", "write", "flush"),
@@ -89,7 +89,7 @@ class Passes:
         self.copies = [np.empty_like(part) for part in model.parts()]
 
     def round(self) -> dict[str, float]:
-        """Seconds of one more version, by what was done."""
+        """Publishes and applies one more version; returns the seconds by operation."""
         parts_before = self.model.parts()
         self.model.update()
         self.number += 1

@@ -1,9 +1,9 @@
-"""Records what reinforcement learning changes in a real model: `python -m benchmarks.weights.record --out FOLDER`.
+"""Records how reinforcement learning changes a real model: `python -m benchmarks.weights.record --out FOLDER`.
 
-A policy gradient on the model's own answers to sums, groups normalised as in GRPO, with the trainer's own masters and
-AdamW (`offbeat.trainer.policy`) and a batch of the usual size; after every step the bf16 weights are compared with
-those before it. For a GPU: 20 steps at each of three learning rates take a few minutes there. `--sample` also leaves a
-part of each recording that is small enough to carry away; the benchmark reads either, given the same model.
+Trains by policy gradient on the model's own answers to sums, with advantages as in GRPO, the trainer's own master
+weights and AdamW (`offbeat.trainer.policy`), and a batch of the usual size. After every step the bf16 weights are
+compared with those before it. On a GPU, 20 steps at each of three learning rates take a few minutes. `--sample` also
+writes a part of each recording that is small enough to copy elsewhere. The benchmark reads both, given the same model.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Size:
 
 
 class Learner:
-    """One model that learns sums by its own answers."""
+    """One model that learns sums from its own answers."""
 
     def __init__(self, folder: Path, device: torch.device, size: Size):
         self.device, self.size = device, size
@@ -56,7 +56,7 @@ class Learner:
         self.random = np.random.default_rng(0)
 
     def step(self, lr: float) -> float:
-        """One batch sampled and trained; the mean reward."""
+        """Samples and trains one batch; returns the mean reward."""
         terms = self.random.integers(1, 50, (self.size.num_prompts, 2))
         prompts = [self._prompt(int(a), int(b)) for a, b in terms for _ in range(self.size.group_size)]
         answers = [int(a + b) for a, b in terms for _ in range(self.size.group_size)]
@@ -115,13 +115,13 @@ class Learner:
 
 
 def _reward(text: str, answer: int) -> float:
-    """Right or not, and a little for digits: so that hardly a group is without a difference."""
+    """Rewards the right answer, and digits a little, so that rewards differ in nearly every group."""
     right = [int(number) for number in NUMBER.findall(text)[-1:]] == [answer]
     return float(right) + 0.2 * sum(map(str.isdigit, text)) / max(len(text), 1)
 
 
 class Recorder:
-    """Compares the weights with those before them."""
+    """Compares the weights with those of the step before."""
 
     def __init__(self, tensors: dict[str, Tensor]):
         self.before = {name: _raw(tensor) for name, tensor in tensors.items()}

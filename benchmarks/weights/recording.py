@@ -1,8 +1,8 @@
-"""Recorded updates: what training changed in a model, step by step, small enough to be carried to another machine.
+"""Recorded updates: the changes of a model in training, step by step, small enough to copy to another machine.
 
-A recording holds the codes of a model's parts for each step, and the digest of the weights that the first one stands
-on; those it does not hold. On disk it is NAME.0, NAME.1 and so on, which belong one behind the other: the length of a
-header, the header in JSON, and the codes, part by part.
+A recording holds the codes of a model's parts for each step, and the digest of the initial weights, but not the weights
+themselves. On disk it is split into files NAME.0, NAME.1 and so on. Together they hold the length of a header, the
+header in JSON, and the codes, part by part.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FILE_BYTES = 15 * 1024 * 1024
 
 
 class PartCodes(msgspec.Struct, frozen=True):
-    """A part of a tensor, and how each step's code of it is made."""
+    """A part of a tensor, with the coding of each step."""
 
     tensor: str
     dtype: str
@@ -33,7 +33,7 @@ class PartCodes(msgspec.Struct, frozen=True):
 
 
 class Whole(msgspec.Struct, frozen=True):
-    """What one step did to the whole model, whatever of it was kept."""
+    """Effect of one step on the whole model, including parts that the recording does not hold."""
 
     num_changed: int
     num_coded_bytes: int
@@ -44,7 +44,7 @@ class Header(msgspec.Struct, frozen=True):
     base_digest: str
     lr: float
     num_items: int
-    """Of the whole model."""
+    """Number of items of the whole model."""
     steps: list[Whole]
     parts: list[PartCodes]
 
@@ -52,7 +52,7 @@ class Header(msgspec.Struct, frozen=True):
 class Recording(NamedTuple):
     header: Header
     data: list[list[bytes]]
-    """By part and step."""
+    """Codes by part and step."""
 
     @property
     def num_bytes(self) -> int:
@@ -71,7 +71,7 @@ def write(recording: Recording, folder: Path) -> list[Path]:
 
 
 def read(first: Path) -> Recording:
-    """The recording that begins with a file, named NAME.0."""
+    """Reads the recording whose first file is given, named NAME.0."""
     files = [first]
     while (following := first.with_suffix(f".{len(files)}")).is_file():
         files.append(following)
@@ -94,7 +94,7 @@ def read(first: Path) -> Recording:
 
 
 def sample(recording: Recording, max_bytes: int) -> Recording:
-    """Parts picked blindly until the room is full, with all their steps; small ones are not preferred."""
+    """Returns randomly chosen parts with all their steps, up to a size; small parts are not preferred."""
     order = list(range(len(recording.data)))
     random.Random(0).shuffle(order)
     sizes = [sum(map(len, recording.data[index])) for index in order]

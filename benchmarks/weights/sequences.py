@@ -1,6 +1,6 @@
 """Sequences of updates: recorded from training, read from consecutive files, or made up.
 
-All are gone through part by part, each part through all of its steps, so that one part at a time is in memory.
+All are read part by part, each part through all of its steps, so that only one part is in memory at a time.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ DTYPE = "BF16"
 STD = 0.02
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
 DRIFT = 0.65
-"""Of a made-up gradient, over its noise: with it, Adam's updates have a root mean square of 0.58 times lr, as was
-measured on real ones."""
+"""Mean of a made-up gradient over its noise. With this value, Adam's updates have a root mean square of 0.58 times lr,
+as measured on real ones."""
 
 
 class Update(NamedTuple):
@@ -39,7 +39,7 @@ class UpdatesOfPart(Protocol):
 
 
 class Updates(Protocol):
-    """A sequence; its parts are independent, so that threads can share them."""
+    """A sequence of updates, whose parts are independent, so that threads can share them."""
 
     name: str
 
@@ -53,7 +53,7 @@ class Updates(Protocol):
 
 
 class Weights:
-    """A safetensors file, mapped."""
+    """A memory-mapped safetensors file."""
 
     def __init__(self, path: Path):
         with open(path, "rb") as file:
@@ -92,7 +92,7 @@ class Recorded:
 
 
 class Consecutive:
-    """Whole files of one model, each a step after the one before it by name."""
+    """Updates between consecutive files of one model, in the order of their names."""
 
     is_real, lr = True, None
 
@@ -118,7 +118,8 @@ def _kinds(file: Weights) -> dict[str, tuple[str, list[int]]]:
 
 
 class MadeUp:
-    """AdamW on float32 masters that begin on bf16's grid, normally spread, with gradients that have a direction."""
+    """Made-up updates: AdamW on float32 masters that begin as normally distributed bf16 values, with gradients of a
+    constant direction and noise."""
 
     is_real = False
 
@@ -155,13 +156,13 @@ def normal(rng: np.random.Generator, num_items: int) -> np.ndarray:
 
 
 def bfloat16(values: np.ndarray) -> np.ndarray:
-    """The bits of float32 values rounded to the nearest bf16, ties to even."""
+    """Returns the bits of float32 values rounded to the nearest bf16, ties to even."""
     bits = values.view(np.uint32)
     return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16).astype("<u2")
 
 
 def read_sequences(folder: Path, model: Path | None) -> list[Updates]:
-    """All recordings in a folder, or its consecutive safetensors files."""
+    """Returns all recordings in a folder, or its consecutive safetensors files."""
     firsts = sorted(folder.glob("*.0"))
     if not firsts:
         return [Consecutive(folder)]

@@ -23,7 +23,7 @@ Bytes = Counter[str]
 
 
 def measured(updates: UpdatesOfPart) -> list[Bytes]:
-    """One part through all of its steps."""
+    """Returns the bytes of one part in each of its steps."""
     steps, full = [], 0
     for update in updates():
         changes = find_changes(update.new, update.old, DTYPE)
@@ -44,7 +44,7 @@ def entropy_bits(num_items: int, num_changed: int) -> float:
 
 
 def sizes_of(sequence: Updates) -> dict[str, Any]:
-    """All steps of a sequence, by what the bars want."""
+    """Returns the figures of all steps of a sequence that the bars need."""
     parts = list(in_parallel(measured, sequence.parts()))
     steps = [sum(found, Bytes()) for found in zip(*parts, strict=True)]
     whole = sum(steps, Bytes())
@@ -62,7 +62,8 @@ def sizes_of(sequence: Updates) -> dict[str, Any]:
 
 
 def worst(target: float, values: Sequence[float], *, quick: bool, decides: bool) -> report.Bar:
-    """The largest of several figures against an upper bound; left open where they are not what the bar speaks of."""
+    """Compares the largest of several figures with an upper bound; undecided if the figures are not those that the
+    bar is about."""
     bar = report.at_most(target, [max(values)], quick=quick)
     return report.Bar(bar.value, target, bar.holds if decides else None, (round(min(values), 3), bar.value))
 

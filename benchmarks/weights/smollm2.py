@@ -1,4 +1,4 @@
-"""Where SmolLM2 lies for these measurements: in a folder that was given, or unpacked into the repository's cache."""
+"""Finds SmolLM2 for these measurements: in a given folder, or unpacked into the repository's cache."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ if _TYPE_CHECKING:
 __all__ = ["STOP", "Config", "OffbeatError", "Run", "UserError", "__version__", "make_plan", "train"]
 
 _LAZY = {"Config": "offbeat.config", "Run": "offbeat.run", "STOP": "offbeat.observability.sinks"}
-"""Public names that are slow to import, and so imported when they are first used, with their modules."""
+"""Public names with their modules, which are imported at first use because importing them is slow."""
 
 
 def __getattr__(name: str) -> _Any:
@@ -68,19 +68,25 @@ def train(
 ) -> Run:
     """Trains as `offbeat train` does and returns the `Run`.
 
-    `config` is a `Config`, a dict or the path of a TOML file. If it is None, the configuration is that of the run to
-    `resume`. If there is none, it is that of the built-in demo; with another `model`, all keys have their defaults.
+    `config` is a `Config`, a dict or the path of a TOML file. If it is None, a resumed run keeps its configuration, and
+    a new run gets that of the built-in demo or, with another `model`, the defaults.
 
-    `task` is where prompts come from: rows (a list of dicts, a `datasets.Dataset`, a data frame, a generator), which
-    are recorded in the run's folder; a function as of `source = "function"`; a file; a section such as
-    `{"source": "file", ...}`, or `{"rows": rows, "prompt": "question"}` to name columns; or a list of sections.
-    `reward` scores all answers in place of the configured rewards: a function, also one written for TRL or an async
-    one; a list of them; or a dict of functions, or of (function, weight), by name.
+    `task` gives the prompts, in one of these forms:
+
+    - rows (a list of dicts, a `datasets.Dataset`, a data frame, a generator), which are recorded in the run's folder;
+    - a function, as for `source = "function"`, or a file;
+    - a section such as `{"source": "file", ...}`, or `{"rows": rows, "prompt": "question"}` to name columns, or a list
+      of sections.
+
+    `reward` replaces the configured rewards. It is a function (plain, async or written for TRL), a list of functions,
+    or a dict of functions, or of (function, weight), by name.
 
     `callbacks` are called with each row of metrics; one that returns `offbeat.STOP` ends the run. `loggers` are objects
-    with a method `log(row)` and perhaps `close()`. Both run in the thread that trains, and one that raises gets no more
-    rows. `resume` is the folder of a run to continue. Overrides are sections with some of their keys,
-    `batch={"group_size": 16}`, dotted keys, `**{"batch.group_size": 16}`, or the short forms `model="path"`,
+    with a method `log(row)` and perhaps `close()`. Both run in the thread that trains. If one raises an error, it gets
+    no more rows.
+
+    `resume` is the folder of a run to continue. `overrides` set configuration keys: as sections,
+    `batch={"group_size": 16}`; as dotted keys, `**{"batch.group_size": 16}`; or in the short forms `model="path"`,
     `steps=100`, `name="first"` and `lr=1e-6`.
 
     With `wait=False`, training goes on in a thread of its own; see `Run.stop` and `Run.wait`. Otherwise, Ctrl-C ends

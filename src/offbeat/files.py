@@ -56,7 +56,7 @@ def disk_trouble(error: BaseException, then: str = "then --resume the run") -> D
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Adds the file name `path` to an `OSError` that the block raises; errors of writes do not name their file."""
+    """Adds the file name `path` to an `OSError` that the block raises, because errors of writes name no file."""
     try:
         yield
     except OSError as error:

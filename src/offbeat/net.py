@@ -30,8 +30,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether `host` resolves only to loopback addresses. An empty `host` means all addresses of the machine, so
-    False."""
+    """Whether `host` resolves only to loopback addresses. False for an empty `host`, which means all addresses."""
     try:
         found = {entry[4][0] for entry in socket.getaddrinfo(host or "0.0.0.0", 0, type=socket.SOCK_STREAM)}
     except OSError:
@@ -44,7 +43,7 @@ SIOCGIFADDR = 0x8915
 
 
 def own_addresses() -> list[str]:
-    """Returns this machine's IPv4 addresses except loopback; first the one from which it reaches other machines."""
+    """Returns this machine's IPv4 addresses except loopback. The address used to reach other machines comes first."""
     found = []
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outward:
         outward.connect(("192.0.2.1", 9))  # sends nothing: only asks for the route

@@ -1,6 +1,6 @@
 """A run, for Python programs and notebooks: `offbeat.train` returns one, and `offbeat.Run(path)` opens one on disk.
 
-What a `Run` shows is read from its folder, so it is the same during training, afterwards, and in another program.
+A `Run` reads everything from its folder, so it works the same during training, afterwards, and in another program.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ class _Training:
         self.ended: futures.Future[None] = futures.Future()
         self._thread = threading.current_thread()
         self._is_alone = False
-        """Whether training has a thread of its own, for whose errors nobody may be waiting."""
+        """Whether training has a thread of its own. Its error is then printed, because nobody may be waiting for it."""
 
     def start(self, work: Callable[[], object], *, wait: bool) -> None:
         """Calls `work`. With `wait`, returns when it ends. Otherwise, `work` runs in a thread of its own, and `start`

@@ -6,7 +6,8 @@ invariants or raises `SegmentError` and changes nothing:
 - each segment starts where the previous one ended, and no segment is empty;
 - a `sampled` segment has one finite float32 log-prob <= 0 per token, a version and a `kv_version` <= version;
   a `given` segment has none of these and is never trained on;
-- every further named array has one row of numbers per token; their number and the size of their rows are limited;
+- every other array of a segment has a name and one row of numbers per token; the number of arrays and the size of their
+  rows are limited;
 - a segment's version is lower than that of the sampled segment before it by at most `max_version_drop`;
 - the response has at most `max_new_tokens` tokens, and no segment follows the end.
 
@@ -55,7 +56,7 @@ class Origin(StrEnum):
 
 
 class End(StrEnum):
-    """Why a trajectory ended; an unfinished one, called partial, has not ended."""
+    """Why a trajectory ended. An unfinished trajectory, called partial, has no end."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -74,8 +75,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A run of tokens with the same origin; `start` is the position of the first one in the response. `version` sampled
-    them; `kv_version` is the oldest version whose keys and values they attended to."""
+    """A run of tokens with the same origin, from position `start` of the response on. `version` sampled the tokens;
+    `kv_version` is the oldest version whose keys and values they attended to."""
 
     start: int
     tokens: np.ndarray
@@ -350,8 +351,8 @@ def _segment_from_wire(wire: _SegmentWire) -> Segment:
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt that needs one trajectory. `prefix` is the unfinished one to continue; None: start from the prompt.
-    `require_version` is the only version that may generate it; None: any version."""
+    """A prompt that needs one trajectory. `prefix` is an unfinished trajectory to continue; None: start from the
+    prompt. Only the version `require_version` may generate tokens for this task; None: any version."""
 
     id: int
     group: int

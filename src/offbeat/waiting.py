@@ -18,8 +18,8 @@ T = TypeVar("T")
 class Notifier:
     """A condition variable for one event loop: waiters check their condition again after each `notify`.
 
-    A waiter that takes the event `changed` before it reads the state misses nothing: a `notify` after that sets the
-    event that the waiter has. Once the future `failure` has an error, all waits raise that error.
+    A waiter must take the event `changed` before it reads the state. Then it misses no change, because every later
+    `notify` sets that event. Once the future `failure` has an error, all waits raise that error.
     """
 
     def __init__(self, failure: asyncio.Future[Any] | None = None) -> None:
@@ -92,8 +92,8 @@ class BackgroundTasks:
 
 
 async def run_to_end(work: Coroutine[Any, Any, None], within_s: float) -> None:
-    """Awaits `work`, which should not be left unfinished. If the caller is cancelled, gives `work` another `within_s`
-    seconds to end before it is cancelled too."""
+    """Awaits `work`, which should not be left unfinished. If the caller is cancelled, `work` gets another `within_s`
+    seconds to end and is then cancelled too."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.shield(task)

@@ -115,12 +115,12 @@ def test_files_that_are_not_there_are_one_line(refused):
 
 def test_bound_0_is_explained(capsys):
     workload = edited("workload.toml", WORKLOAD_TEXT, ("max_staleness = 8", "max_staleness = 0"))
-    assert "S = 0" in told(capsys, CLUSTER, workload)
+    assert "max_staleness = 0" in told(capsys, CLUSTER, workload)
 
 
 def test_bound_0_without_a_plan_says_what_would_do(refused):
     workload = edited("workload.toml", WORKLOAD_TEXT, ("max_staleness = 8", "max_staleness = 0"))
-    assert "S = 0" in refused(CLUSTER, workload, "--throughput", "34000")
+    assert "max_staleness = 0" in refused(CLUSTER, workload, "--throughput", "34000")
 
 
 @pytest.mark.parametrize("cluster", sorted(EXAMPLES.glob("cluster_*.toml")), ids=lambda file: file.stem)
@@ -215,7 +215,7 @@ def test_cards_that_take_turns_are_told_kept_and_verified(capsys):
     Path("plan.json").write_text(told(capsys, CLUSTER, waits, "--json"))
     assert told(capsys, CLUSTER, waits, "--verify", "plan.json").startswith("everything holds")
     apart = edited("apart.toml", WORKLOAD_TEXT, ("max_staleness = 8", "max_staleness = 0\ncolocate = false"))
-    assert "one of them is idle" in told(capsys, CLUSTER, apart)
+    assert "one of them is always idle" in told(capsys, CLUSTER, apart)
     assert "do not hold" in told(capsys, CLUSTER, apart, "--verify", "plan.json", status=1)
 
 

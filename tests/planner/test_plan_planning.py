@@ -130,10 +130,10 @@ def test_what_cannot_be_is_one_line_with_a_remedy(aim, told):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("colocates, told", [(True, "on the gang's nodes"), (False, "one of them is idle")])
+@pytest.mark.parametrize("colocates, told", [(True, "on the training nodes"), (False, "one of them is always idle")])
 def test_bound_0_is_planned_and_explained(colocates, told):
     found = plan(HEX, dataclasses.replace(SEVEN, bound=0, colocates=colocates))
-    assert found.note.startswith("S = 0")
+    assert found.note.startswith("max_staleness = 0")
     assert told in found.note
     assert found.note in text.format_plan(found)
     assert found.staleness.mean_age == 0

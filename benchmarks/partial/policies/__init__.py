@@ -1,1 +1,1 @@
-"""Who runs what, and when a step ends: one file a policy, all on the same floor (`benchmarks.partial.rollouts`)."""
+"""Policies: which samples run, and when a step ends. Each has its own file; all use `benchmarks.partial.rollouts`."""

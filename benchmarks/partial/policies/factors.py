@@ -95,7 +95,7 @@ class Automatic:
 
 
 def _survivors(rollouts: Rollouts, alive: Sequence[Group]) -> list[Survivor]:
-    """What is carried into the next round."""
+    """Returns the groups that continue in the next round, with their age and the state of their samples."""
     next_version = rollouts.version + 1
     return [
         Survivor(

@@ -58,21 +58,21 @@ class Switches:
     kv_lag: int = 4
     max_staleness: int = 4
     min_rows: int = 0
-    """Fewer running rows than this let another group begin, at any time: 0 for never."""
+    """Number of running rows below which another group begins at any time; 0: never."""
     max_rows: int | None = None
-    """Rows that run at a time; the order says which. None for all."""
+    """Largest number of rows that run at a time, chosen by `order`; None: all."""
     order: Order = Order.FIFO
 
 
 class Ours:
-    """Works in units: groups, or samples where they are released one by one."""
+    """Our policy. It works in units: groups, or single samples if these are released one by one."""
 
     def __init__(self, factor: Factor, switches: Switches):
         self.factor, self.switches = factor, switches
         self.units: list[Group | Sample] = []
-        """Begun and not delivered, in the order of their begin."""
+        """Units that were begun and not delivered, in the order in which they began."""
         self._num_ready = 0
-        """Of them, done."""
+        """Number of these units that are done."""
 
     def step(self, rollouts: Rollouts) -> None:
         rollouts.row.factor = self.factor.value
@@ -105,7 +105,7 @@ class Ours:
         return list(dict.fromkeys(unit if isinstance(unit, Group) else unit.group for unit in self.units))
 
     def _batch(self, rollouts: Rollouts) -> set[Group | Sample]:
-        """What the step trains on, by the rule of real runs; nothing while it is not all there."""
+        """Returns the units that the step trains on, chosen as in real runs; empty while the batch is incomplete."""
         wanted = self._num_wanted(rollouts)
         if self._num_ready < wanted:
             return set()
@@ -115,7 +115,7 @@ class Ours:
         return {self.units[number] for number in selection.take}
 
     def _top_up(self, rollouts: Rollouts, num_units: int) -> None:
-        """Begins groups until there are as many units as the factor says, and runs what may run."""
+        """Begins groups until there are as many units as the factor demands, and runs as many samples as may run."""
         missing = self.factor.value * self._num_wanted(rollouts) - num_units
         missing = min(missing, self._most(rollouts) - len(self.units))
         num_groups = round(missing / self._units_per_group(rollouts))
@@ -133,7 +133,7 @@ class Ours:
             self._fill(rollouts)
 
     def _fill(self, rollouts: Rollouts) -> None:
-        """Runs what waits, as far as there are rows for it."""
+        """Runs waiting samples, as far as there are free rows."""
         waiting = [sample for sample in self._unfinished() if sample.kv_version is None]
         if self.switches.order is Order.TAIL:
             waiting.sort(key=_by_tail)
@@ -141,7 +141,7 @@ class Ours:
         rollouts.engine.add(waiting[: max(room, 0)])
 
     def _most(self, rollouts: Rollouts) -> int:
-        """Units that may be alive: more could not all be delivered within the bound."""
+        """Largest number of units alive; more could not all be delivered within the bound."""
         return (self.switches.max_staleness + 1) * self._num_wanted(rollouts)
 
     def _begin(self, rollouts: Rollouts) -> None:
@@ -152,7 +152,7 @@ class Ours:
         return [sample for unit in self.units for sample in unit.samples if not sample.is_done]
 
     def _release_kv(self, rollouts: Rollouts) -> None:
-        """Aborts what may not go on with the keys and values that it has."""
+        """Aborts all samples that may not continue with their present keys and values."""
         if self.switches.kv is Kv.REFILL:
             rollouts.engine.abort()
             return

@@ -1,4 +1,4 @@
-"""What a policy is: something that makes one step of a run at a time."""
+"""The interface of a policy, which makes one step of a run at a time."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ from benchmarks.partial.rollouts import Rollouts
 
 class Policy(Protocol):
     def step(self, rollouts: Rollouts) -> None:
-        """Delivers a step's samples, then updates."""
+        """Delivers a step's samples, then updates the weights."""

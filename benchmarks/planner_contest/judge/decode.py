@@ -1,4 +1,4 @@
-"""How fast a replica generates, by the judge's own roofline with two resources."""
+"""Speed of a replica, by the judge's own roofline with two resources."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offbeat.planner.inputs.workload import KvPolicy, Workload
 
 
 def step_s(card: Accelerator, workload: Workload, tp: int, running: float, figures: Figures) -> float:
-    """One token for each of `running` trajectories."""
+    """Seconds of a decode step: one token for each of `running` trajectories."""
     model, reached = workload.model, figures.card(card.name)
     multiplied = body_parameters(model) + head_parameters(model)
     compute_s = 2 * multiplied * running / (tp * card.flops * reached.gemm)
@@ -34,13 +34,13 @@ def step_s(card: Accelerator, workload: Workload, tp: int, running: float, figur
 
 
 def prefill_s(card: Accelerator, workload: Workload, tp: int, tokens: float, squares: float, figures: Figures) -> float:
-    """To compute keys and values of that many tokens."""
+    """Seconds to compute keys and values of a number of tokens."""
     flops = 2 * body_parameters(workload.model) * tokens + attention_flops(workload.model, squares)
     return flops / (tp * card.flops * figures.card(card.name).prefill)
 
 
 def tokens_per_s(card: Accelerator, workload: Workload, tp: int, running: float, figures: Figures) -> float:
-    """Of a replica, net of its prompts; a group's prompt is computed once."""
+    """Tokens per second of a replica, with prefill deducted; a group's prompt is computed once."""
     if running <= 0:
         return 0.0
     prompt = workload.prompt
@@ -49,7 +49,7 @@ def tokens_per_s(card: Accelerator, workload: Workload, tp: int, running: float,
 
 
 def refill_s(card: Accelerator, workload: Workload, tp: int, running: float, figures: Figures) -> float:
-    """After a version, where keys and values are computed again."""
+    """Seconds to compute keys and values again after a new version."""
     if workload.kv is not KvPolicy.REFILL:
         return 0.0
     context = mean_context(workload.prompt, workload.answer)
@@ -57,7 +57,7 @@ def refill_s(card: Accelerator, workload: Workload, tp: int, running: float, fig
 
 
 def room(card: Accelerator, workload: Workload, tp: int, figures: Figures) -> float:
-    """How many trajectories a replica's memory holds; below 0 its weights alone are too large."""
+    """Number of trajectories that a replica's memory holds; below 0 if its weights alone are too large."""
     free = figures.memory_share * card.memory_bytes - weight_bytes(workload.model) / tp
     each = kv_bytes(workload.model) / min(tp, workload.model.num_kv_heads)
     return free / (figures.kv_slack * mean_context(workload.prompt, workload.answer) * each)

@@ -1,14 +1,15 @@
-"""Tokens per second of a plan: a deterministic simulation of its steps, in which trajectories flow.
+"""Tokens per second of a plan, by a deterministic simulation of its steps with a continuous flow of trajectories.
 
-The trainer takes a batch when one is ready, trains it, publishes a version. Replicas generate all the while, except
-when they change versions or a whole batch lies ready: more would only grow old. Running and ready trajectories and the
-batch in training together never exceed the bound plus one batches; where a plan wants more in flight, slots stay empty.
+The trainer takes a batch when one is ready, trains it and publishes a version. Replicas generate all the time, except
+while they switch versions or while a whole batch is ready, because more answers would only grow old. Running
+trajectories, ready ones and the batch in training never exceed bound + 1 batches together. If a plan wants more in
+flight, slots stay empty.
 
-The bound may be kept in two ways, and both are told. *Paced*: steps follow one another no faster than an answer of the
-tail's length, begun at a version, can be trained within the bound; only what is longer is carried on. Steps start a
-period apart; a version is there once its step has trained and published, and what is begun with it may be trained up to
-the step that starts bound + 1 periods after its own. *Masked*: steps go as fast as they can, and tokens that are older
-than the bound when they would be trained do not count.
+The staleness bound can be kept in two ways, and a score has both. *Paced*: steps are so far apart that an answer of the
+tail's length, begun with a version, is trained within the bound; only longer answers continue over versions. Steps
+start a period apart. A version is available once its step has trained and published, and answers begun with it may be
+trained up to the step that starts bound + 1 periods after its own. *Masked*: steps are as fast as possible, and tokens
+that would be older than the bound when trained do not count.
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ from offbeat.planner.inputs.workload import LengthStatistics, Workload
 
 NUM_STEPS = 40
 NUM_WARM = 15
-"""Steps until the queue has settled; they are left out."""
+"""Number of first steps that are left out, because the queue has not settled."""
 SLICES = 64
-"""Of a period, so that the flow follows what fills up."""
+"""Number of time slices per period, so that the flow follows the changing queue."""
 NUM_QUANTILES = 64
 HALF = 0.5
-"""Of a version, lost on average because an answer begins somewhere within a version's life."""
+"""Periods lost on average because an answer begins at any time within the life of its version."""
 
 
 @dataclass(frozen=True)
 class Score:
     tokens_per_s: float
-    """Generated and trained, steps being paced so that answers of the tail's length keep the bound."""
+    """Tokens generated and trained per second if steps are paced so that long answers keep the bound."""
     masked_tokens_per_s: float
-    """The same where nothing is paced and tokens that are too old are left out."""
+    """Tokens per second if steps are not paced and tokens that are too old are left out."""
     period_s: float
-    """Without pacing."""
+    """Seconds per step without pacing."""
     train_s: float
     masked_share: float
-    """Of tokens, those too old to train on."""
+    """Share of tokens that are too old to train on."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def score(inventory: Inventory, workload: Workload, plan: Plan, figures: Figures
 
 
 def _tail_s(inventory: Inventory, workload: Workload, plan: Plan, pools: list[_Pool], figures: Figures) -> float:
-    """From a version's publication until an answer of the tail's length is there, in the slowest pool."""
+    """Seconds from a version's publication until an answer of the tail's length is complete in the slowest pool."""
     lags_s = dict.fromkeys((pool.offer for pool in pools), 0.0)
     if plan.sync is Sync.RELAY:
         rates = _relay_bytes_per_s(inventory, plan)
@@ -84,7 +85,8 @@ def _tail_s(inventory: Inventory, workload: Workload, plan: Plan, pools: list[_P
 
 
 def _relay_bytes_per_s(inventory: Inventory, plan: Plan) -> dict[str, float]:
-    """By class: the narrowest link on the widest way from the gang over the plan's classes to it."""
+    """Returns by class the rate at which a version reaches it: that of the slowest link on the fastest path from the
+    gang over the plan's classes."""
     rates = {name: inventory.link(name, name).bytes_per_s for name in plan.gang.nodes}
     missing = {one.offer for one in plan.replicas if one.count} - set(rates)
     while missing:
@@ -97,19 +99,20 @@ def _relay_bytes_per_s(inventory: Inventory, plan: Plan) -> dict[str, float]:
 
 
 def _token_s(workload: Workload, pool: _Pool, figures: Figures) -> float:
-    """Between two tokens of a trajectory while the replica generates."""
+    """Seconds between two tokens of a trajectory while the replica generates."""
     return decode.step_s(pool.card, workload, pool.tp, pool.slots, figures)
 
 
 def update_s(inventory: Inventory, workload: Workload, plan: Plan) -> float:
-    """Copies of the weights over the slowest link between gang and rollouts, one after the other."""
+    """Seconds to send the plan's copies of the weights, one after the other, over the slowest link between gang and
+    rollouts."""
     pairs = [(near, one.offer) for near in plan.gang.nodes for one in plan.replicas if one.count]
     slowest = min(inventory.link(near, far).bytes_per_s for near, far in pairs)
     return plan.copies * weight_bytes(workload.model) / slowest
 
 
 def _publish_s(inventory: Inventory, workload: Workload, plan: Plan) -> float:
-    """What a version adds to the trainer's period."""
+    """Seconds that publishing a version adds to the trainer's period."""
     if plan.sync is Sync.BLOCKING:
         return update_s(inventory, workload, plan)
     root = inventory.classes[max(plan.gang.nodes, key=lambda name: plan.gang.nodes[name])]
@@ -132,7 +135,7 @@ def _pool(inventory: Inventory, workload: Workload, plan: Plan, one: Replicas, f
 
 
 def _flow(workload: Workload, pools: list[_Pool], shares: list[float], figures: Figures) -> float:
-    """Trajectories a second, each pool with that share of its slots taken."""
+    """Trajectories per second if the share `shares` of each pool's slots is in use."""
     tokens = sum(
         pool.count * decode.tokens_per_s(pool.card, workload, pool.tp, pool.slots * share, figures)
         for pool, share in zip(pools, shares, strict=True)
@@ -143,7 +146,7 @@ def _flow(workload: Workload, pools: list[_Pool], shares: list[float], figures: 
 
 
 def _simulate(workload: Workload, pools: list[_Pool], busy_s: float, figures: Figures) -> tuple[float, float]:
-    """Mean period, and mean number of trajectories that lie ready."""
+    """Returns the mean period and the mean number of ready trajectories."""
     batch, slots = workload.trajectories_per_step, sum(pool.slots * pool.count for pool in pools)
     full = _flow(workload, pools, [1.0] * len(pools), figures)
     slice_s = max(busy_s, batch / full) / SLICES
@@ -180,9 +183,9 @@ def _simulate(workload: Workload, pools: list[_Pool], busy_s: float, figures: Fi
 def _masked_share(
     workload: Workload, pools: list[_Pool], period_s: float, mean_ready: float, figures: Figures
 ) -> float:
-    """Of generated tokens, those before the window that the bound leaves once a trajectory's wait is taken off.
+    """Share of generated tokens that are older than the bound allows, after a trajectory's wait for training.
 
-    By Little's law it waits half a period where batches fill just in time, and up to a whole one where they lie ready.
+    By Little's law the wait is half a period if batches fill just in time, and up to a whole period if they lie ready.
     """
     window_s = (workload.bound - mean_ready / workload.trajectories_per_step) * period_s
     masked = total = 0.0
@@ -196,7 +199,8 @@ def _masked_share(
 
 
 def quantiles(lengths: LengthStatistics) -> list[float]:
-    """Lengths of a log-normal law with that mean and mean square, none above the longest."""
+    """Returns lengths at even quantiles of the log-normal distribution with this mean and mean square, cut at the
+    longest."""
     variance = math.log(max(lengths.mean_square / lengths.mean**2, 1.0))
     if variance == 0:
         return [lengths.mean]

@@ -1,4 +1,4 @@
-"""What a model's shape costs: parameters, keys and values, FLOPs. Written for the judge alone."""
+"""Costs of a model's shape: parameters, keys and values, FLOPs. Written for the judge alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def attention_parameters(model: ModelShape) -> float:
 
 
 def body_parameters(model: ModelShape, experts: float | None = None) -> float:
-    """Of all layers; with experts, `experts` of them counted in each layer (those that a token uses, by default)."""
+    """Parameters of all layers. `experts` is the number of experts to count per layer; default: those of one token."""
     attention = model.num_layers * attention_parameters(model)
     if not model.num_experts:
         return attention + model.num_layers * 3 * model.hidden * model.ffn
@@ -33,7 +33,7 @@ def weight_bytes(model: ModelShape) -> float:
 
 
 def touched_parameters(model: ModelShape, num_tokens: float) -> float:
-    """Read in one step of that many tokens: each expert that at least one of them chose, and the head."""
+    """Parameters read in one step: the head, and each expert that at least one of the tokens chose."""
     if not model.num_experts:
         return body_parameters(model) + head_parameters(model)
     missed = (1 - model.experts_per_token / model.num_experts) ** num_tokens
@@ -41,15 +41,15 @@ def touched_parameters(model: ModelShape, num_tokens: float) -> float:
 
 
 def kv_bytes(model: ModelShape) -> float:
-    """Of one token, on all cards of a replica together."""
+    """Bytes of keys and values of one token, on all cards of a replica together."""
     return 2.0 * model.num_layers * model.num_kv_heads * model.head_dim * model.bytes_per_kv
 
 
 def attention_flops(model: ModelShape, squares: float) -> float:
-    """One forward pass of causal attention over sequences whose lengths have that sum of squares."""
+    """FLOP of causal attention in a forward pass over sequences whose squared lengths have the given sum."""
     return 2.0 * model.num_layers * model.num_heads * model.head_dim * squares
 
 
 def mean_context(prompt: LengthStatistics, answer: LengthStatistics) -> float:
-    """Of a running trajectory at a random time: long ones run longer, and are met half-way."""
+    """Mean context of a running trajectory at a random time. Long ones are more likely, and half done on average."""
     return prompt.mean + answer.mean_square / (2 * answer.mean)

@@ -1,4 +1,4 @@
-"""How long a gang takes for a step, by the judge's own arithmetic."""
+"""Time of a gang's step, by the judge's own arithmetic."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from offbeat.planner.inputs.workload import Workload
 
 @dataclass(frozen=True)
 class _Stage:
-    """What the cards of one class do: a part of the layers, or all of them on a part of the batch."""
+    """The work of the cards of one class: a part of the layers, or all layers on a part of the batch."""
 
     name: str
     tp: int
     share: float
-    """Of the layers of one replica, those that its cards hold at once."""
+    """Share of a replica's layers that its cards hold."""
     ring: tuple[str, ...]
-    """Classes over which its gradients are added up."""
+    """Classes over which gradients are summed."""
 
 
 def _stages(inventory: Inventory, num_layers: int, gang: Gang) -> list[_Stage]:
-    """Where a pipeline crosses classes, each divides its own cards over the same replicas: some split layers wider."""
+    """Returns the stages of a gang. If a pipeline crosses classes, each class divides its cards among the same number
+    of replicas, so classes may differ in tensor parallelism."""
     if len(gang.nodes) == 1 or gang.batch_shares:
         share = -(-num_layers // gang.pp) / num_layers  # a stage holds whole layers, so the fullest has more than most
         return [_Stage(name, gang.tp, share, tuple(gang.nodes)) for name in gang.nodes]
@@ -34,7 +35,7 @@ def _stages(inventory: Inventory, num_layers: int, gang: Gang) -> list[_Stage]:
 
 
 def step_s(inventory: Inventory, workload: Workload, gang: Gang, figures: Figures) -> float:
-    """The slowest stage: everybody waits for it."""
+    """Seconds of a step: those of the slowest stage, for which all others wait."""
     num_models = 2 if workload.has_critic else 1  # a critic of the policy's size is trained on the same tokens
     return num_models * max(
         compute_s(inventory, workload, gang, stage, figures) * bubble(workload, gang)
@@ -45,7 +46,7 @@ def step_s(inventory: Inventory, workload: Workload, gang: Gang, figures: Figure
 
 
 def flops(workload: Workload, recompute: bool) -> float:
-    """Forward and backward, recomputed activations, and further forward passes."""
+    """FLOP of a step: forward and backward pass, recomputed activations, and further forward passes."""
     model = workload.model
     passes = int(workload.recomputes_logprobs) + int(workload.has_reference) + int(recompute)
     multiplied = body_parameters(model) + head_parameters(model)
@@ -71,7 +72,7 @@ def must_recompute(inventory: Inventory, workload: Workload, gang: Gang, figures
 
 
 def bubble(workload: Workload, gang: Gang) -> float:
-    """What a pipeline's filling and draining makes of its time."""
+    """Factor on a pipeline's time, because it fills and drains."""
     return 1 + (gang.pp - 1) / _microbatches(workload, gang)
 
 
@@ -85,13 +86,13 @@ def compute_s(inventory: Inventory, workload: Workload, gang: Gang, stage: _Stag
 
 
 def _microbatches(workload: Workload, gang: Gang) -> float:
-    """Of one update in each replica."""
+    """Number of micro-batches of one update in each replica."""
     tokens = workload.trained_tokens_per_step / (gang.dp * workload.updates_per_step)
     return max(1.0, tokens / _microbatch_tokens(workload))
 
 
 def _microbatch_tokens(workload: Workload) -> float:
-    """One longest trajectory must fit."""
+    """Tokens of a micro-batch, which must hold the longest trajectory."""
     return workload.prompt.longest + workload.answer.longest
 
 
@@ -106,9 +107,10 @@ def _tp_s(inventory: Inventory, workload: Workload, gang: Gang, stage: _Stage, f
 
 
 def _dp_s(inventory: Inventory, workload: Workload, gang: Gang, stage: _Stage, figures: Figures) -> float:
-    """Gradients: first among the cards of a node, then between the nodes of a ring, which one link a node carries.
+    """Seconds of exchanging gradients: first among the cards of a node, then between the nodes of a ring, over one link
+    per node.
 
-    ZeRO-3 adds gradients up but spreads no sums; its weights are gathered for both passes of every microbatch."""
+    ZeRO-3 only scatters gradients, and gathers weights for both passes of every micro-batch."""
     if gang.dp == 1:
         return 0.0
     stage_bytes = all_parameters(workload.model) * figures.gradient_bytes * stage.share

@@ -1,1 +1,1 @@
-"""Planners to compare with: AReaL-Hex's Algorithm 1 in three readings, and ours behind the same face."""
+"""The contestants: AReaL-Hex's Algorithm 1 in three readings, and our planner, behind the same interface."""

@@ -1,4 +1,4 @@
-"""What a contestant answers: a gang, replicas by column, and how weights travel."""
+"""A contestant's answer: a gang, replicas by column, and the way of the weights."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from offbeat.planner.problem import Gang, PlanningProblem
 class Answer:
     gang: Gang
     replicas: Mapping[str, int]
-    """By rollout column."""
+    """Number of replicas by rollout column."""
     gap: float | None = None
-    """Proven, where the contestant proves anything."""
+    """Proven gap to the optimum; None if the contestant proves nothing."""
 
     def plan(self, problem: PlanningProblem, sync: judged.Sync, copies: float = 1.0) -> judged.Plan:
         columns = {column.name: column for column in problem.rollout}

@@ -60,7 +60,7 @@ def paper_cases() -> list[Case]:
 
 
 def random_cases(num_cases: int, seed: int) -> list[Case]:
-    """2 to 6 classes, 16 to 4,096 cards; the same for a seed, however many are asked for."""
+    """Returns random cases with 2 to 6 classes and 16 to 4,096 cards. A seed gives the same cases for any number."""
     return [_random_case(random.Random(f"{seed}/{number}"), number) for number in range(num_cases)]
 
 

@@ -1,4 +1,4 @@
-"""Turns the arguments of `offbeat.train` into a configuration and what goes beside it: rows, functions, rewards."""
+"""Turns the arguments of `offbeat.train` into a configuration, and rows, functions and rewards that it cannot hold."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ def _weights(base: Mapping[str, Any]) -> Mapping[str, Any]:
 def _base(
     config: Config | Mapping[str, Any] | str | Path | None, resume: Path | None, keys: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the configuration before any override. If none is given, it is that of the run to resume, or the demo's
-    for the demo's model; a model of real size gets the defaults, because the demo's learning rate would ruin it."""
+    """Returns the configuration before any override. If none is given, it is that of the run to resume. A new run with
+    the demo's model gets the demo's; any other model gets the defaults, because the demo's learning rate would ruin
+    it."""
     if config is None and resume is None:
         model = keys.get("model.path") or dict(keys.get("model", {})).get("path", DEMO_MODEL)
         return copy.deepcopy(DEMO) if model == DEMO_MODEL else {}
@@ -75,7 +76,7 @@ def _base(
 
 
 def read_reward(reward: Any) -> tuple[RewardSpec | None, dict[str, float]]:
-    """Returns a reward as the rest of Offbeat takes it, and the weights of its parts that were given with it."""
+    """Returns a reward in the form that the rest of Offbeat uses, and the weights that were given for its parts."""
     if reward is None or callable(reward) or isinstance(reward, str):
         return reward, {}
     if isinstance(reward, Sequence) and reward:
@@ -85,7 +86,10 @@ def read_reward(reward: Any) -> tuple[RewardSpec | None, dict[str, float]]:
     elif isinstance(reward, Mapping) and reward:
         named = dict(reward)
     else:
-        raise UserError(f"reward: {reward!r:.60} is a {type(reward).__name__}; give a function, or several by name")
+        raise UserError(
+            f"reward: {reward!r:.60} is a {type(reward).__name__}; give a function, a list of functions, or a dict of "
+            "functions by name"
+        )
     functions, weights = dict[str, Any](), dict[str, float]()
     for name, value in named.items():
         function, *weight = value if isinstance(value, tuple | list) and len(value) == 2 else (value,)
@@ -143,8 +147,8 @@ class Tasks:
 
 
 def _is_section(task: Any) -> bool:
-    """Whether a value is a `task` table as in a configuration, or one with rows under the key `rows`. A row of data,
-    which may have a column `source`, is neither."""
+    """Whether a value is a `task` table as in a configuration, or a dict with rows under the key `rows`. A single row
+    of data, which may have a column `source`, is neither."""
     return isinstance(task, Mapping) and ("rows" in task or task.get("source") in TASK_MODELS)
 
 

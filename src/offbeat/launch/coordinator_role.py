@@ -1,7 +1,7 @@
 """The coordinator's process with its HTTP server: `offbeat serve`.
 
-It ends when the last step is trained, evaluated and in a checkpoint, or when it is asked to stop. After a kill, it can
-be restarted on the same folder and continues; workers and trainer find it at the same address.
+It ends when the last step is trained, evaluated and in a checkpoint, or when it is asked to stop. After a kill, it
+continues when it is restarted on the same folder; workers and trainer find it at the same address.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ ADDRESS = "serve.json"
 PLAIN = "plain"
 """Value of `serve.certificate` for a private network, in which secrets may be sent unencrypted."""
 NUM_THREADS = 6
-"""Threads that process large HTTP bodies and files. On a large machine asyncio would use 32, and each keeps the memory
-that its largest body needed."""
+"""Number of threads that process large HTTP bodies and files. On a large machine asyncio would use 32, and each thread
+keeps as much memory as its largest body needed."""
 NOTE_SEEN_EVERY_S = 10.0
 END_NOTICE_S = 15.0
 """Longest time that the server stays up for workers to learn, at their next call, that the run is over."""
@@ -110,7 +110,7 @@ async def _serving(served: ServedRun, address: Address) -> AsyncIterator[HttpSer
 
 
 def address_of(config: Config, run: Path | None = None) -> Address:
-    """Returns the configured address to serve at. Port 0 becomes the last port of `run`, where workers expect it."""
+    """Returns the configured address to serve at. Port 0 becomes the last port of `run`, which its workers know."""
     wanted = config.serve
     is_plain = wanted.certificate == PLAIN
     if is_plain and wanted.key is not None:
@@ -159,7 +159,7 @@ def _announce(folder: RunFolder, server: HttpServer, near_url: str, runtime: Coo
 
 
 def _own_rewards(config: Config) -> str:
-    """Returns options of `offbeat worker` that allow a judge to run the run's own rewards, such as module:function."""
+    """Returns options of `offbeat worker` that allow a judge to call the run's own rewards, such as module:function."""
     own = {number: task.reward for number, task in enumerate(config.task) if task.reward and ":" in task.reward}
     key = "task" if len(config.task) == 1 else "task.{}"
     return "".join(f" --{key.format(number)}.reward {reward}" for number, reward in own.items())
@@ -188,7 +188,7 @@ async def _until_over(folder: RunFolder, runtime: CoordinatorRuntime, stopping: 
 
 
 async def _note_seen(runtime: CoordinatorRuntime) -> None:
-    """Keeps in the ledger when each member called last, for `offbeat worker list`."""
+    """Records in the ledger when each member called last, for `offbeat worker list`."""
     while True:
         await runtime.coordinator.call(runtime.ledger.note_seen, dict(runtime.coordinator.seen))
         await asyncio.sleep(NOTE_SEEN_EVERY_S)

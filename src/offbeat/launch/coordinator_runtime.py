@@ -68,8 +68,8 @@ async def open_coordinator(
     *,
     only_worker: str = "",
 ) -> AsyncIterator[CoordinatorRuntime]:
-    """Opens the coordinator and what belongs to it. `given_sinks` get the metrics besides the configured sinks;
-    `only_worker` is the name of the worker of a run of one process, "" in any other run."""
+    """Opens the coordinator with its ledger, reporter, console and sinks. `given_sinks` get the metrics besides the
+    configured sinks. `only_worker` is the name of the worker in a run of one process, "" in any other run."""
     config, issuer = folder.config, prepared.issuer
     async with AsyncExitStack() as stack:
         ledger = stack.enter_context(wiring.open_ledger(config, folder.ledger))
@@ -99,13 +99,13 @@ async def open_coordinator(
 
 
 TRAINER_STAGES = ("publish", "train", "wait", "checkpoint")
-"""Parts of the trainer's time in a step's row, latest first; the checkpoint is that of the step before."""
+"""Parts of the trainer's time in a step's row, latest first. The checkpoint is that of the step before."""
 
 
 def _report_and_trace(reporter: Reporter, row: Mapping[str, Any]) -> None:
     """Reports a step's row (or an event) from a trainer in another process, and records the trainer's stages in this
-    process's trace. The row has only durations. It is sent right after its step, so the last stage is taken to end now,
-    and every other one where the next begins."""
+    process's trace. The row has only durations, but it is sent right after its step. So the last stage is taken to end
+    now, and each earlier stage when the next one begins."""
     end_s = time.monotonic()
     for stage in TRAINER_STAGES:
         seconds = row.get(f"time_{stage}_s", 0.0)
@@ -151,8 +151,8 @@ async def _end(task: asyncio.Task[None]) -> None:
 
 def _record_fixed(folder: RunFolder, key: str, fact: str, value: Any) -> None:
     """Records `value` in an event of kind `fact`; on a resume, raises an error about `key` if the value has changed.
-    For facts that are fixed for a run but not by its configuration alone: the hash of the chat template, and the
-    rewards, which may come from Python."""
+    Used for values that may not change in a run, but that its configuration alone does not determine: the hash of the
+    chat template, and the rewards, which may come from Python."""
     before = folder.last_event(fact)
     if before is None or "value" not in before:
         folder.event(fact, value=value)
@@ -177,8 +177,8 @@ async def await_last_evaluation(
     """Waits, after the last step, until the task `judging` has reported the last evaluation, or until the task `asked`
     ends because the run was asked to stop.
 
-    A lost worker or a missing reward must not keep a finished run from ending: after `rollout.deadline_s` the
-    evaluation is left out and an event is reported.
+    After `rollout.deadline_s` the evaluation is left out and an event is reported, because a lost worker or a missing
+    reward must not keep a finished run from ending.
     """
     begin_s = time.monotonic()
     await asyncio.wait({judging, asked}, timeout=config.rollout.deadline_s, return_when=asyncio.FIRST_COMPLETED)

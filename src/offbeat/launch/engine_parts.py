@@ -29,7 +29,7 @@ class Engines(Protocol):
         ...
 
     async def wait_exited(self) -> EngineDied:
-        """Waits until the engine dies, even if no call is made that could fail; returns the error to raise."""
+        """Waits until the engine dies, even if nobody calls it meanwhile; returns the error to raise."""
         ...
 
     async def dispose(self, error: EngineDied) -> None:
@@ -86,8 +86,8 @@ def engines_of(config: Config, name: str, folder: Path, log: Path | None = None)
 
 
 class HasAdapterBase:
-    """Callable that gets the digest of the adapters' base model and returns whether the worker need not fetch that
-    model. True for every engine with a server, which always uses model.path."""
+    """Callable that returns whether the worker already has the adapters' base model with the given digest, and so does
+    not fetch it. Always True for an engine with a server, because such a server uses only model.path."""
 
     def __init__(self, engines: Engines, config: Config):
         self._engines, self._config = engines, config

@@ -1,7 +1,7 @@
 """Things that a Python program gives a run besides its configuration: functions, rows, callbacks, a way to stop it.
 
-Functions reach a coordinator in a process of its own through a file that only this user can read and that lasts as long
-as the program: nothing that a run keeps is ever unpickled.
+A coordinator in another process gets the functions through a file. Only this user can read it, and it is deleted when
+the run ends, so nothing that a run keeps is ever unpickled.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def handed_over(given: Given) -> Iterator[dict[str, str]]:
 
 
 def received() -> Given:
-    """Returns what this process was handed over; nothing, if it was started by hand."""
+    """Returns what the parent process handed over; an empty `Given` if this process was started by hand."""
     name = os.environ.pop(VARIABLE, None)
     if name is None:
         return Given()

@@ -10,15 +10,15 @@ from offbeat.coordinator.api.server import Address
 from offbeat.net import is_loopback, own_addresses
 
 HOST = "HOST"
-"""Stands for an address that is not known here."""
+"""Placeholder for an address that is not known on this machine."""
 
 
 def join_lines(run: Path, url: str, near_url: str, address: Address, role: str = "", more: str = "") -> list[str]:
-    """Returns what a coordinator says of itself: first how to join from this machine, then how from others, if they
-    can reach it.
+    """Returns the lines that a coordinator prints: how to join from this machine and, if other machines can reach it,
+    how to join from them. Each command stands alone on its line, so that it can be copied whole.
 
-    The coordinator serves `url` at `address`, and `near_url` for this machine. `role`: "" for workers that generate, or
-    `reward`; `more`: further options. Each command stands alone on its line, so that it can be copied whole.
+    The coordinator serves `url` at `address`, and `near_url` for this machine. `role` is "" for workers that generate,
+    or `reward`; `more` holds further options.
     """
     asked = f" --role {role}" if role else ""
     token = f"offbeat worker token {shlex.quote(str(run))}{asked}"
@@ -29,7 +29,10 @@ def join_lines(run: Path, url: str, near_url: str, address: Address, role: str =
     ]
     if address.has_tls or not address.is_loopback or address.behind_proxy:
         far = _join(asked, _far_url(url, address)) + _trust(address)
-        lines += [f"and one elsewhere with the next line, which asks for a token: {token} prints one", f"  {far}{more}"]
+        lines += [
+            f"a {who} elsewhere joins with the next line, which asks for a token; {token} prints one",
+            f"  {far}{more}",
+        ]
     return lines
 
 
@@ -38,9 +41,9 @@ def _join(asked: str, url: str) -> str:
 
 
 def _far_url(url: str, address: Address) -> str:
-    """Returns the URL at which other machines reach the coordinator. Its host is the configured one; but if there is a
-    certificate that is not for this host, the certificate's first name. If the coordinator listens at all addresses and
-    there is no certificate, it is this machine's first address. Behind a proxy it is unknown, and so `HOST`."""
+    """Returns the URL at which other machines reach the coordinator. Its host is the configured one. If the certificate
+    is not for that host, or if the coordinator listens at all addresses, the host is the first name in the certificate
+    or, without a certificate, this machine's first address. Behind a proxy the host is unknown, so it is `HOST`."""
     if address.behind_proxy:
         return f"https://{HOST}"
     names = [] if address.certificate is None else certificate_names(address.certificate)
@@ -54,8 +57,8 @@ def _bracketed(host: str) -> str:
 
 
 def _trust(address: Address) -> str:
-    """Returns the option with which a worker trusts a self-signed certificate, or does without one on a private
-    network; "" if it needs no option."""
+    """Returns the option with which a worker trusts a self-signed certificate, or accepts a private network without
+    TLS; "" if it needs no option."""
     if address.is_plain:
         return " --allow-plain"
     if address.certificate is None or not is_self_signed(address.certificate):

@@ -31,10 +31,10 @@ from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.workers import Role
 
 READY = "OFFBEAT_READY"
-"""Environment variable with the number of the file descriptor to which a coordinator, once it is ready, writes its URL
-and run folder as a JSON line."""
+"""Environment variable with the number of a file descriptor. When a coordinator is ready, it writes its URL and run
+folder there as a JSON line."""
 LOCAL_TOKEN_MINUTES = 5.0
-"""Minutes for which join tokens for child processes on this machine, which join at once, are valid."""
+"""Minutes for which the join tokens of child processes on this machine are valid; these processes join at once."""
 CREDENTIALS, KEY = "credentials.json", "joining.key"
 OVER = "over"
 """Suffix of a file in a member's folder; if the file is there, the member has left because its run was over."""
@@ -52,7 +52,7 @@ class Invitation:
     token_file: Path | None = None
     ca_file: Path | None = None
     patience_s: float | None = None
-    """Seconds for which to retry while the coordinator does not answer; None: without a limit, by design."""
+    """Seconds for which to retry while the coordinator does not answer; None: no limit."""
     allow_plain: bool = False
     """Whether the member's secret may be sent over a network without TLS."""
     trusts_coordinator: bool = False
@@ -98,9 +98,9 @@ async def joined(invitation: Invitation, overrides: Sequence[str]) -> AsyncItera
 
 
 def own_config(invitation: Invitation, sent: Mapping[str, Any], overrides: Sequence[str]) -> Config:
-    """Returns the configuration that the coordinator `sent`, with `overrides` and this machine's secrets. Unless the
-    coordinator is trusted, values that it may not choose for this machine are replaced by defaults; if the member needs
-    such a value, raises `UserError`."""
+    """Returns the configuration that the coordinator `sent`, with `overrides` and this machine's secrets. If the
+    coordinator is not trusted, values that it may not choose for this machine are replaced by defaults. Raises
+    `UserError` if the member needs such a value."""
     file = invitation.folder / f"{invitation.role.value}-{CONFIG}"
     if (given := invitation.secrets_file) is not None and not given.is_file():
         raise UserError(f"--secrets-file {given}: there is no such file")
@@ -150,8 +150,8 @@ def make_private(path: Path) -> None:
 
 
 def report_run_over(invitation: Invitation, member: JoinedRun, what: str) -> None:
-    """Prints that the run is over, and records it for a later start of this member, when the run may no longer be
-    served. `what` is the kind of member, such as "worker"."""
+    """Prints that the run is over, and records it in the member's folder, because the run may no longer be served when
+    the member starts again. `what` is the kind of member, such as "worker"."""
     with suppress(OSError):
         _over_file(invitation).touch()
     print(f"{what} {member.worker}: run {member.run} is over; nothing is left to do", flush=True)

@@ -3,9 +3,9 @@
 It leases samples, scores them in killable processes and submits the rewards until the run is over; meanwhile it sends
 heartbeats. When asked to stop, it returns unscored samples at once.
 
-Rewards are loaded by name on this machine. If a reward cannot be loaded, the judge returns its samples, which are not
-at fault, and exits with an error. It does the same if the reward is code that this machine's owner did not name:
-otherwise a coordinator could call any function of any module with any text.
+Rewards are loaded by name on this machine. If a reward cannot be loaded, the judge returns its samples unscored and
+exits with an error. It does the same if the reward is code that this machine's owner did not allow, because a
+coordinator could otherwise call any function of any module with any text.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ NUM_THREADS = torch.get_num_threads()
 
 
 def make_embedded(config: Config, name: str, version: int | None = None) -> EmbeddedEngine:
-    """Makes an engine with its own model in this process, which it serves as `version`; None: it serves nothing before
-    its first weights are loaded."""
+    """Makes an engine in this process with its own copy of the model, which it serves as `version`. If `version` is
+    None, it serves nothing before its first weights are loaded."""
     lora = _lora(config) if version is None else None  # a model served unchanged has no adapter
     model = _load(config, lora)
     context = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
@@ -115,7 +115,7 @@ def _lora(config: Config) -> Lora | None:
 
 
 def make_adapter(config: Config, policy: Policy) -> Adapter | None:
-    """Returns what all adapter versions of a run share, their base and configuration; None without LoRA."""
+    """Returns the base model and configuration that all adapter versions of a run share; None without LoRA."""
     if (lora := _lora(config)) is None:
         return None
     base = weights_digest(base_tensors(policy.model))

@@ -72,8 +72,8 @@ class Checked:
         return [advice for advice in found if advice is not None]
 
     def announce(self, folder: RunFolder) -> None:
-        """Prints advice and how many prompts are left out or cut, and records both as events of the run; advice that
-        the run has had before is not repeated. From now on the rewards' log is in the run's folder."""
+        """Prints advice, and how many prompts are left out or cut, and records both as events of the run. Advice that
+        the run has had before is not repeated. Moves the log of the rewards to the run's folder."""
         self.pool.move_log(folder.logs / "rewards.log")
         said = {event["about"] for event in read_events(folder.events_file) if event["event"] == "advice"}
         fresh = [advice for advice in self.advice() if advice.about not in said]
@@ -99,7 +99,7 @@ class Checked:
 @asynccontextmanager
 async def checking(config: Config, given: Given | None = None, home: Path | None = None) -> AsyncIterator[Checked]:
     """Builds and checks a coordinator's parts; within the block, its reward processes run. Raises `UserError` for the
-    first thing that is wrong. What rewards print meanwhile goes to a temporary file, which is kept if a trial fails.
+    first mistake found. What rewards print meanwhile goes to a temporary file, which is kept if a trial fails.
 
     `given` is what a Python program adds to the configuration; `home` is the run's folder, if there is one.
     """

@@ -142,7 +142,7 @@ class RunFolder:
     @classmethod
     def create(cls, config: Config, rows: Path | None = None) -> Self:
         """Creates the folder of a new run, named by `run.name` or the current time; refuses a name in use. If folder
-        `rows` is given, copies its files into the run's folder, and tasks that name one of them name the copy instead.
+        `rows` is given, copies its files into the run's folder and makes tasks that use one of them use the copy.
         """
         parent, name = Path(config.run.dir), config.run.name
         path = parent / name if name else _unused(parent / time.strftime("%Y%m%d-%H%M%S"))
@@ -157,7 +157,7 @@ class RunFolder:
             for file in (
                 *path.glob(f"{LEDGER}*"),
                 path / SUMMARY,
-            ):  # of a run that never began, with other keys perhaps
+            ):  # left by a run that never began, perhaps with other keys
                 file.unlink(missing_ok=True)
             config = _renamed(config, path.resolve().name)
             if rows is not None:
@@ -257,8 +257,8 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Closes the folder. If a new run was refused or interrupted before it began, removes it, so that its name is
-        free and no remains lie about."""
+        """Closes the folder. If a new run was refused or interrupted before it began, removes the folder, so that its
+        name can be used again."""
         is_refused = self._is_new and isinstance(error, (UserError, KeyboardInterrupt))
         try:
             if is_refused:

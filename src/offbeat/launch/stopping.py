@@ -38,7 +38,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Within the block, Ctrl-C interrupts code that never awaits, such as importing torch; asyncio would wait."""
+    """Within the block, Ctrl-C interrupts code that never awaits, such as an import; asyncio would wait for its end."""
     if not _is_main_thread():
         yield
         return
@@ -75,7 +75,8 @@ class StopButton:
 
     @contextmanager
     def connected(self, ask: Callable[[str], object]) -> Iterator[None]:
-        """Within the block, calls `ask` with the reason of a request when it comes; at once if it came before."""
+        """Within the block, calls `ask` with the reason of a request: at once if there was one before, else when it
+        comes."""
         with self._lock:
             self._ask = ask
             if self._why is not None:

@@ -157,7 +157,7 @@ class Supervisor:
             following.cancel()
 
     async def _follow(self) -> None:
-        """Sends each new row of metrics to the sinks given from Python; the coordinator sends it to all others."""
+        """Sends each new row of metrics to the sinks given from Python; the coordinator serves the configured sinks."""
         while self._sinks:
             self._send_rows()
             await asyncio.sleep(FOLLOW_EVERY_S)
@@ -176,9 +176,8 @@ class Supervisor:
                     send(json.loads(line), self._sinks, lambda text: print(f"warning: {text}", file=sys.stderr))
 
     async def _stop_when(self, stopping: Stopping) -> None:
-        """Waits for a request to stop, and then ends the trainer, which saves a checkpoint first. Ends the coordinator
-        after the trainer, which needs it until then. The trainer may take as long as its step takes; a second signal
-        ends everything at once."""
+        """Waits for a request to stop. Then ends the trainer, which first finishes its step and saves a checkpoint, and
+        after it the coordinator, which the trainer needs until its end. A second signal ends everything at once."""
         await stopping.requested.wait()
         assert stopping.why is not None
         for child in (self.trainer, *self.workers):

@@ -1,7 +1,7 @@
 """The trainer's process: `offbeat trainer --join URL`.
 
-It keeps checkpoints in its own folder, and sends metrics and events to the coordinator. It also sends versions, unless
-both share a disk or a store. When asked to stop, it finishes the current step and ends with a checkpoint.
+It keeps checkpoints in its own folder, and sends metrics and events to the coordinator. It also sends versions if the
+two share neither a disk nor a store. When asked to stop, it finishes the current step and ends with a checkpoint.
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ def _response(problem: Problem, text: str | None) -> RewardInput:
 
 
 def need_processes(config: Config, why: str) -> None:
-    """Raises a `UserError` if reward.processes = 0; for runs that judges cannot join, in which nothing else computes
-    rewards. `why` ends the message: why judges cannot join, and what to do."""
+    """Raises a `UserError` if reward.processes = 0 in a run that judges cannot join, because nothing would compute its
+    rewards. `why` is the end of the message: why judges cannot join, and what to do."""
     if not config.reward.processes:
         raise UserError(f"reward.processes = 0: allowed 1 or more here, because {why}")
 

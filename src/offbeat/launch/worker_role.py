@@ -51,7 +51,9 @@ class Site:
 def read_address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise UserError(f"--peer-address {text!r}: write HOST:PORT, where the site's workers reach it; port 0: any")
+        raise UserError(
+            f"--peer-address {text!r}: write HOST:PORT, at which the site's workers reach this one; port 0 is any port"
+        )
     return host.strip("[]"), int(port)
 
 
@@ -68,8 +70,8 @@ async def receiving(
     """Yields a receiver that fetches versions into `folder`, from peers of its site first, then from the run's store or
     the coordinator. Within the block, serves the fetched pieces to peers if `site` has an address.
 
-    `report` gets the costs of each version. `has_base(digest)`: whether this worker has the adapters' base model with
-    that digest. `allow_plain`: whether keys may be sent over a network without TLS.
+    `report` is called with the costs of each version. `has_base(digest)` returns whether this worker has the adapters'
+    base model with that digest. `allow_plain`: whether keys may be sent over a network without TLS.
     """
     coordinator = CoordinatorSources(member.connection)
     store = member.config.weights.store
@@ -116,8 +118,8 @@ async def receiving(
 
 
 def usable(peers: Sequence[wire.Peer], *, allow_plain: bool) -> dict[str, str]:
-    """Returns the peers that may be asked for pieces: a mapping from each peer's URL to the key to show to it. Peers
-    use no TLS, so without `allow_plain` only those at loopback addresses are returned."""
+    """Returns the peers that may be asked for pieces: the key to show to each peer, by the peer's URL. Peers use no
+    TLS, so without `allow_plain` only peers at loopback addresses are returned."""
     near = [peer for peer in peers if allow_plain or is_loopback(peer.host)]
     if len(near) < len(peers):
         num_left = len(peers) - len(near)

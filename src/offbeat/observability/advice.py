@@ -1,7 +1,7 @@
-"""Finds what keeps a run from learning in its figures, and says once what to change.
+"""Finds signs in a run's metrics that it does not learn, and advises once on each what to change.
 
-Rows in, advice out: no I/O and no clock. A finding needs several steps in a row, so that chance alone rarely makes one.
-A run that has all but solved its task shows some of the same figures, and gets no advice.
+Takes rows and returns advice, without I/O or a clock. A finding needs several steps in a row, so that chance alone
+rarely makes one. A run that has nearly solved its task may show the same signs, but gets no advice.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ FIRST_STEPS, MIN_ANSWERS = 3, 24
 """Steps and answers after which a reward that never varied is a finding: at a success rate of one in ten, 24 answers
 are all wrong in 8 % of runs."""
 STEPS, FEW_STEPS, MANY_STEPS = 5, 3, 10
-"""Consecutive steps that make a finding: usually; for figures that hardly vary by chance; and for those that may look
-bad for a while in a healthy run, such as the entropy."""
+"""Numbers of consecutive bad steps that make a finding. `FEW_STEPS` is for figures that hardly vary by chance.
+`MANY_STEPS` is for figures that may look bad for a while in a healthy run, such as the entropy. `STEPS` is for all
+others."""
 LOW_SIGNAL = 0.05
 """Share of samples with an advantage below which a step teaches next to nothing."""
 SOLVED = 0.1
 """A task counts as solved if the mean reward is this close to the best one, as a share of the distance between the best
 and the worst reward."""
 MOST_CUT, MANY_CUT = 0.8, 0.5
-"""Shares of cut answers above which the reward judges mostly answers without an end: the first is a finding after
-`FEW_STEPS` steps, the second after `MANY_STEPS`. A healthy run, while its model tried out longer answers, was above 0.5
-for four steps and reached 0.73."""
+"""Shares of answers cut at the length limit: a share above the first is a finding after `FEW_STEPS` steps, above the
+second after `MANY_STEPS`. A healthy run was above 0.5 for four steps and reached 0.73, while its model tried out longer
+answers."""
 COLLAPSED, MIN_ENTROPY = 0.05, 0.02
-"""Limits for the entropy as a share of that in the first steps, and for the entropy itself. If it is below both,
-answers hardly vary any more. A healthy run went down to a share of 0.04 and an entropy of 0.05."""
+"""Limits for the entropy: the first as a share of the entropy in the first steps, the second absolute. If the entropy
+is below both, answers hardly vary any more. A healthy run went down to a share of 0.04 and an entropy of 0.05."""
 MANY_MASKED = 0.5
 """Share of a step's tokens that is not trained, or that the correction rejects, above which most work is wasted."""
 NO_WORKER_S = 180.0
@@ -40,23 +41,23 @@ NO_WORKER_S = 180.0
 
 class Advice(NamedTuple):
     about: str
-    """Name of the finding, by which it is said once."""
+    """Name of the finding; a run gets advice on each finding once."""
     text: str
 
 
 def right_answer_earns(
     task: str, answer: str | None, place: str | None, value: float, empty: float | None
 ) -> Advice | None:
-    """Returns advice if, in the trial of a reward, the right answer earned 0. `answer` is that of a problem of `task`,
-    found at `place`; `value` is what it earned. `empty` is what an empty response earned (None: unknown): if that is
-    less than 0, there is no advice, because 0 may be the best reward."""
+    """Returns advice if the right answer earned 0 in the trial of a reward. `answer` is the right answer to a problem
+    of `task`, found at `place`, and `value` its reward. `empty` is the reward of an empty response (None: unknown). If
+    that is less than 0, there is no advice, because 0 may be the best reward."""
     if not answer or value != 0 or (empty is not None and empty < 0):
         return None
     shown = answer if len(answer) <= 40 else f"{answer[:40]}..."
     text = (
         f"the right answer {shown!r} of a problem of task {task}{f' ({place})' if place else ''} earned 0 in a trial: "
-        "check task.reward (an answer comes as text, so compare text or convert both), unless the reward wants more "
-        "than the bare answer"
+        "check task.reward (answers are passed as text, so compare text or convert both); ignore this if the reward "
+        "wants more than the bare answer"
     )
     return Advice(f"trial {task}", text)
 
@@ -71,7 +72,7 @@ class Keys:
 
 
 class Adviser:
-    """Watches a run's rows and returns new advice. `said`: names of findings that the run was told of before."""
+    """Watches a run's rows and returns new advice. `said`: names of findings on which the run has had advice."""
 
     def __init__(self, keys: Keys, run: str, said: Iterable[str] = ()):
         self.keys, self.run, self._said = keys, run, set(said)
@@ -82,7 +83,7 @@ class Adviser:
         self._best, self._worst = -math.inf, math.inf
 
     def step(self, row: Row) -> list[Advice]:
-        """Judges the row of the next step; figures that it lacks, like those of an older Offbeat, are not judged."""
+        """Judges the row of the next step. Figures that are not in the row, as in an older Offbeat, are not judged."""
         row = {key: value for key, value in row.items() if isinstance(value, (int, float)) and math.isfinite(value)}
         if "reward" not in row:
             return []
@@ -106,7 +107,7 @@ class Adviser:
         return self._new([Advice("failed evaluation", text)])
 
     def no_worker(self, seconds: float) -> list[Advice]:
-        """Judges how long no worker has been present."""
+        """Returns advice if no worker has been present for too long."""
         if seconds < NO_WORKER_S:
             return []
         text = (
@@ -150,24 +151,24 @@ class Adviser:
         if self._lasts("rejected", row.get("kept_share", 1.0) < 1 - MANY_MASKED, FEW_STEPS):
             yield Advice(
                 "rejected",
-                f"loss.correction rejects {1 - row['kept_share']:.0%} of the tokens: the weights have moved far since "
-                "they were sampled. Lower optimizer.lr or schedule.max_staleness",
+                f"loss.correction rejects {1 - row['kept_share']:.0%} of the tokens: the weights have changed too much "
+                "since these were sampled. Lower optimizer.lr or schedule.max_staleness",
             )
         if self._lasts("idle", row.get("idle_workers", 0) > 0, STEPS):
             yield Advice(
                 "idle workers",
                 f"{row['idle_workers']} of {row['workers']} workers got no work in the last {STEPS} steps: a step has "
-                f"only {row['samples']} answers. Raise batch.groups_per_step, or lower rollout.slots to share it",
+                f"only {row['samples']} answers. Raise batch.groups_per_step, or lower rollout.slots to share them",
             )
 
     def _lasts(self, name: str, is_so: bool, num_steps: int) -> bool:
-        """Notes whether figure `name` is bad in this step; returns whether it was in all latest `num_steps`."""
+        """Notes whether figure `name` is bad in this step; returns whether it was bad in each of the last
+        `num_steps`."""
         self._streaks[name] = self._streaks[name] + 1 if is_so else 0
         return self._streaks[name] >= num_steps
 
     def _signal(self, row: Row) -> float:
-        """Returns the share of samples with an advantage, among all whose rewards are known, those of dropped groups
-        included."""
+        """Returns the share of samples with an advantage among all samples with a reward, including dropped groups."""
         num_samples, num_dropped = max(row.get("samples", 0), 1), row.get("dropped_no_signal", 0) * self.keys.group_size
         return row.get("signal_share", 1.0) * num_samples / (num_samples + num_dropped)
 

@@ -1,9 +1,9 @@
 """The console: a line per step, what the run is doing within a step, and the results at the end.
 
-`rich` draws on a terminal, `plain` writes lines for a log, `quiet` prints only alarms. All show the same figures, the
-first of them in 80 columns and more on wider terminals; a missing figure is blank. If steps follow faster than a person
-reads, some get no line; evaluations, the first step and the last step always do. `offbeat.observability.notebook` has
-the console of notebooks.
+`rich` draws on a terminal, `plain` writes lines for a log, `quiet` prints only alarms. Terminals wider than 80 columns
+show more figures than a log; a missing figure is blank. If steps follow faster than a person reads, some get no line;
+evaluations, the first step and the last step always get one. `offbeat.observability.notebook` has the console of
+notebooks.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ RICH_LINE_EVERY_S = 1.0
 PLAIN_LINE_EVERY_S = 5.0
 """Shortest time between two lines; longer than on a terminal, because a log should not have a line for every step."""
 FIRST_SIGN_S, SIGN_EVERY_S = 10.0, 30.0
-"""Time without a line after which a log gets one about what the run is doing: before the first step's line, and
-between later ones."""
+"""Seconds of silence after which a log gets a line about what the run is doing: first before the first step's line,
+then after it."""
 PLAIN_WIDTH = 80
 FIRST_STEPS, LAST_STEPS = 3, 10
 """Numbers of steps over which a run's first and last reward are averaged. One step is too noisy; the first number is
@@ -85,8 +85,8 @@ def held_out(row: Row) -> float | None:
 
 
 def held_out_cell(row: Row) -> str:
-    """Returns the mean held-out reward of a row and over how many answers: `0.340 (200)`, `0.340 (200x4)` with 4
-    answers to each prompt, or `0.340 (750/800)` if 50 of 800 answers failed."""
+    """Returns the mean held-out reward of a row with the number of answers, such as `0.340 (200)`. With 4 answers to
+    each prompt it is `0.340 (200x4)`; if 50 of 800 answers failed, `0.340 (750/800)`."""
     mean = _number(held_out(row), ".3f")
     if not mean or "eval_prompts" not in row:
         return mean
@@ -256,7 +256,7 @@ def closing_lines(summary: Row, folder: str) -> list[tuple[str, str]]:
 
 
 def ends(num_steps: int) -> tuple[int, int]:
-    """Returns over how many steps the first and the last reward of a run are averaged."""
+    """Returns the numbers of steps over which the first and the last reward of a run are averaged."""
     half = max(1, num_steps // 2)
     return min(FIRST_STEPS, half), min(LAST_STEPS, half)
 

@@ -1,4 +1,5 @@
-"""Says what a run does before its first step: one line on a terminal, which is rewritten, and few lines in a log."""
+"""Shows what a run does before its first step: in one line on a terminal, which is rewritten, or a few lines of a
+log."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ LOG_AFTER_S, LOG_EVERY_S = 2.0, 15.0
 
 @contextmanager
 def loading(what: str | None = None, *, is_quiet: bool = False, file: TextIO | None = None) -> Iterator[Stage]:
-    """Prints that `what` is being loaded, unless it is None, and yields a function to call with the name of each stage
-    as it begins. A thread prints the stages, so that even an import, which may take seconds, shows a sign of life.
+    """Prints that `what` is being loaded (None: no such line), and yields a function to call with the name of each
+    stage when it begins. A thread prints the stages and their time, so that even a slow import shows a sign of life.
     `file` None means standard output."""
     if is_quiet:
         yield lambda name: None

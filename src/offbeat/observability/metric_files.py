@@ -20,7 +20,7 @@ Row = dict[str, Any]
 FIGURES = ("reward", "seconds", "samples", "tokens", "eval_")
 """Prefixes of the names of the figures that the summary and the plot use, which must be numbers."""
 _warned: set[tuple[Path, int]] = set()
-"""Files and line numbers already warned about: files are read more than once, and lines never change."""
+"""Lines already warned about, as file and line number, because files are read more than once."""
 
 
 def read_metrics(path: Path) -> list[Row]:
@@ -79,8 +79,8 @@ def _is_count(value: object) -> bool:
 def survivors(rows: Iterable[Row]) -> list[Row]:
     """Returns one row per step, sorted by step, without the rows that a later attempt (a resume of the run) undid.
 
-    An attempt undoes all earlier rows from the first step that it trains. An evaluation may come after its step, in a
-    separate row; it undoes nothing and is merged into the row of its step.
+    An attempt undoes the earlier attempts' rows of the first step that it trains and of all later steps. An evaluation
+    may come after its step, in a separate row; it undoes nothing and is merged into the row of its step.
     """
     kept: dict[int, Row] = {}
     begun: set[int] = set()

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 def eval_figures(finished: EvalRound) -> dict[str, float]:
     """Returns mean@k and pass@k over the held-out prompts, in total and, if there are several sources, by source.
 
-    pass@k is the mean over prompts of the best of k rewards, which is the usual pass@k if rewards are 0 or 1. Members
-    whose generation or reward failed and prompts without a scored member are left out. `eval_prompts` counts the
-    prompts included, `eval_samples` the members, and `eval_failed` those left out.
+    pass@k is the mean over prompts of the best of k rewards, which is the usual pass@k if rewards are 0 or 1. Answers
+    whose generation or reward failed, and prompts without a scored answer, are left out. `eval_prompts` counts the
+    prompts included, `eval_samples` the answers included, and `eval_failed` the answers left out.
     """
     judged = [group for group in finished.groups if group.state is GroupState.EVALUATED and group.rewards]
     num_scored = sum(len(group.rewards) for group in judged)
@@ -59,21 +59,21 @@ EVENT = "event"
 """Key that marks a trainer's report as an event; a report without it is a finished step."""
 ALARMS = {
     "logprob_gap": "step {step}: log-probs of engine and trainer differ by {gap:.2g} on fresh tokens, over "
-    "loss.max_logprob_gap = {limit:g}: compare model.dtype and the engine's own, or use rollout.engine = "
+    "loss.max_logprob_gap = {limit:g}: compare model.dtype with the engine's dtype, or use rollout.engine = "
     '"embedded"',
     "backup_failed": "the ledger was not copied to {target}: {error}",
     "quarantine": "worker {worker} is shut out: {why}",
     "evaluation_left_out": "the evaluation of step {step} is left out: it was not complete {waited_s:.0f} s after the "
     "last step; raise rollout.deadline_s",
     "set_aside": "worker {worker} gets no new work for {seconds:g} s: {why}",
-    "clamped": "step {step}: {share:.2%} of the tokens have a log-ratio beyond the clamp: the weights that "
-    "sampled them have little to do with those being trained: lower optimizer.lr",
+    "clamped": "step {step}: {share:.2%} of the tokens have a log-ratio beyond the clamp, because the weights have "
+    "changed too much since these were sampled; lower optimizer.lr",
     "unused_weights": "reward.weights: no reward has returned {names} so far; check the spelling",
     "advice": "{text}",
 }
 """Events that a person should act upon, with their texts on the console."""
 SHOWN_ONCE = ("logprob_gap", "clamped")
-"""Alarms that may come at every step: the console shows the first, events.jsonl has all."""
+"""Alarms that may come at every step. The console shows only the first of each kind; events.jsonl has all."""
 
 
 class Reporter:
@@ -238,9 +238,10 @@ def step_row(report: StepReport, spans: Mapping[str, float], num_siblings: int) 
 
 
 def _siblings_row(batch: Batch, num_siblings: int) -> dict[str, float]:
-    """Returns figures about siblings, the other answers to the same prompt, when the batch was claimed. `lone_share`:
-    share of answers of which no sibling had a reward; `early_share`: of which not all siblings had one; `early_length`:
-    mean length of early answers, if there are any, relative to that of all answers."""
+    """Returns figures about siblings, the other answers to the same prompt. `lone_share` is the share of answers of
+    which no sibling had a reward when the batch was claimed. `early_share` is the share of answers of which at least
+    one sibling had none, called early. `early_length` is the mean length of early answers, if there are any, relative
+    to that of all answers."""
     num_here = Counter(group.prompt for group in batch.groups)
     num_known = np.array([num_here[group.prompt] + len(group.earlier) for group in batch.groups])
     lengths = np.array([member.trajectory.num_tokens for group in batch.groups for member in group.members])

@@ -52,8 +52,8 @@ def send(row: Mapping[str, Any], sinks: list[Sink], alarm: Callable[[str], None]
 
 
 class GivenSink:
-    """A callback (a function) or a logger (an object with `log` and perhaps `close`) that was given from Python. Each
-    gets a copy of every row, of steps and of evaluations. `stop` is called with a reason if it returns `STOP`."""
+    """A callback (a function) or a logger (an object with `log` and perhaps `close`) that was given from Python. It
+    gets a copy of every row, of steps and of evaluations. If it returns `STOP`, `stop` is called with its name."""
 
     def __init__(self, given: Any, stop: Callable[[str], object], *, is_logger: bool):
         kind = "logger" if is_logger else "callback"

@@ -1,9 +1,9 @@
 """Spans of time: seconds by name for each step, and a trace for Perfetto or chrome://tracing.
 
-`trace.json` is in the array form of Chrome's trace format. `close` ends the array, so the file of a run that has ended
-is JSON; viewers also accept it before, without its closing bracket. It stops growing at `max_bytes`, with a mark at its
-end. Concurrent spans of this process are shown in separate lanes: at any time a lane holds one span and the spans
-inside it. Spans that others report, such as those of workers, are shown in a track by name.
+`trace.json` is in the array form of Chrome's trace format. `close` writes the closing bracket of the array; viewers
+also accept a file without it. The file stops growing at `max_bytes`, with a mark at its end. Concurrent spans of this
+process are shown in separate lanes: at any time a lane holds one span and the spans inside it. Spans that others
+report, such as those of workers, are shown in a track by name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ inherits this value; the owner shows that the task needs its own lane."""
 
 
 EMPTY, OPENED, CLOSED = b"[\n", b",\n", b"\n]\n"
-"""A file without spans, and the ends of one with spans: while more may follow, and once it is closed."""
+"""Content of a file without spans; the end of a file to which spans may be added; and the end of a closed file."""
 NUM_OWN_LANES = 10_000
 """Lane numbers from this on are tracks of spans that others report."""
 
@@ -96,7 +96,7 @@ class Trace:
         self._file.flush()
 
     def close(self) -> None:
-        """Ends the file's array; a new `Trace` of the same file goes on with it."""
+        """Ends the file's array; a new `Trace` of the same file continues the array."""
         self._file.close()
         _change_end(self._file.path, OPENED, CLOSED)
         _change_end(self._file.path, EMPTY, EMPTY + CLOSED[1:])

@@ -31,7 +31,7 @@ class PlanStep:
     """Tokens generated per second, waste included."""
     price_per_h: float
     price_lo_per_h: float | None
-    """Lower bound on the price per hour of any plan with this period; None unless the price was minimised."""
+    """Lower bound on the price per hour of any plan with this period; None if the user asked for no throughput."""
     price_per_million_tokens: float
 
 
@@ -113,14 +113,15 @@ class Staleness:
 
 @dataclass(frozen=True)
 class Placement:
-    """Compares times on the chosen nodes and links with the times assumed before, over the best links."""
+    """Times on the chosen nodes and links, beside the times over the best links that were assumed before."""
 
     assumed_step_s: float
     """Time of the gang's step over the best links; on the chosen nodes it is `training.step_s`."""
     assumed_lags_s: Mapping[str, float]
-    """Seconds from a version's publication until all nodes of a class have it over the best links, by rollout class."""
+    """Seconds from a version's publication until all nodes of a class have it, over the best links; by rollout
+    class."""
     lags_s: Mapping[str, float]
-    """Same as `assumed_lags_s`, but on the chosen links where these are slower."""
+    """Same as `assumed_lags_s`, but over the chosen links if these are slower."""
     gap: float | None
     """(placed period - lower bound) / lower bound; None if the user asked for a throughput."""
 

@@ -1,7 +1,7 @@
 """Finds the best plan for machines and a workload (`plan`).
 
-If the placement turns out slower than assumed, the problem is solved again (`rounds`). `compose` builds the plan of a
-placed solution by arithmetic alone, so that `verifying` can repeat and compare it.
+If the chosen nodes turn out slower than assumed, the problem is solved again (`rounds`). `compose` builds the plan of a
+placed solution by arithmetic alone, so that `verifying` can build it again and compare.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from offbeat.planner.solve.search import Result, cheapest, fastest
 from offbeat.planner.solve.view import MICRO
 
 MAX_ROUNDS = 3
-"""How often, at most, the problem is solved again because the chosen nodes are slower than assumed."""
+"""Largest number of times that the problem is solved again because the chosen nodes are slower than assumed."""
 TOLERANCE = 0.02
 """Relative accuracy of the cost model: chosen nodes may be slower than assumed by this share."""
 
@@ -50,13 +50,13 @@ Solve = Callable[[PlanningProblem], Result]
 
 
 def rounds(placer: Placer, first: Result, solve: Solve, by: float = TOLERANCE) -> list[Round]:
-    """Chooses nodes for the solution `first`; while they are slower than assumed, solves again with the times on them.
-    Returns all solutions, each with its nodes.
+    """Chooses nodes for the solution `first`. As long as the chosen nodes are slower than assumed, solves the problem
+    again with their times. Returns all solutions, each with its nodes.
 
     Columns (candidate gangs and replica shapes) assume the best links. If the chosen nodes lengthen the period by more
-    than the share `by`, the times on them replace the gang's step and the lags of the classes. Other gangs that promise
-    a shorter period get the step time that they have on the best nodes for them. Times only grow, so the first lower
-    bound always holds."""
+    than the share `by`, their times replace the gang's step time and the lags of the classes. Every other gang with a
+    shorter period gets its step time on the best nodes for it. Times only grow, so the first lower bound always
+    holds."""
     problem, result, found = placer.problem, first, list[Round]()
     while result.solution is not None:
         placing = placer.place(result.solution)
@@ -71,8 +71,8 @@ def rounds(placer: Placer, first: Result, solve: Solve, by: float = TOLERANCE) -
 
 
 def _rivals_slowed(placer: Placer, problem: PlanningProblem, tau_s: float, by: float) -> PlanningProblem:
-    """Returns the problem in which every gang with an assumed period below `tau_s` has its step time on the best real
-    nodes for it, if that is longer. Otherwise each round would try a similar gang that needs the same slow links."""
+    """Returns the problem with longer steps for all gangs whose assumed period is below `tau_s`: each gets its step
+    time on the best nodes for it. Without this, each round would try a similar gang that needs the same slow links."""
     if not placer.inventory.measured:
         return problem
     for gang in problem.gangs:
@@ -82,7 +82,7 @@ def _rivals_slowed(placer: Placer, problem: PlanningProblem, tau_s: float, by: f
 
 
 def fastest_round(found: list[Round]) -> Round:
-    """Round with the shortest period on its chosen nodes; the cheapest of several equally short ones."""
+    """Returns the round with the shortest period on its chosen nodes; if several are equally short, the cheapest."""
     return min(found, key=lambda each: (each.placing.tau_s, each.price_per_h))
 
 
@@ -201,7 +201,7 @@ def held_out_error(inventory: Inventory, constants: Constants) -> float | None:
 
 
 def _common(column: Gang | RolloutColumn, record: type[Training | Pool]) -> dict[str, Any]:
-    """Returns, by name, the values of those fields of `record` (a dataclass of the plan) that `column` has too."""
+    """Returns the values of the fields that `column` shares with `record` (a dataclass of the plan), by name."""
     return {each.name: getattr(column, each.name) for each in dataclasses.fields(record) if hasattr(column, each.name)}
 
 

@@ -42,13 +42,13 @@ class RolloutColumn:
     kv: str = "refill"
     lag_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds from a version's publication until this class has it, by the class that publishes; a missing class means
-    0. `Demand.lag_s` comes on top."""
+    0. `Demand.lag_s` is added to it."""
     lag_over_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Lags through a third class that relays versions, by publishing class, then by relaying class; only those shorter
-    than the direct lag. The relaying class must generate or train too. Used only with a bound above 0."""
+    """Lags of versions that a third class relays, by publishing class, then by relaying class. Holds only lags shorter
+    than the direct one. A class relays only if the plan uses its nodes. Used only with a staleness bound above 0."""
     room_bytes: float | None = None
-    """Memory left on each card for the gang's state, for replicas on the gang's own nodes (bound 0 only); None for
-    replicas on nodes of their own."""
+    """For replicas on the gang's own nodes (only with staleness bound 0): bytes left on each card for the gang's
+    training state. None for replicas on nodes of their own."""
 
     @property
     def is_home(self) -> bool:
@@ -85,7 +85,7 @@ class Gang:
     layers: tuple[int, ...] = ()
     """Number of layers of each pipeline stage."""
     batch_shares: Mapping[str, float] = field(default_factory=dict)
-    """Share of the batch by class; empty unless data parallelism crosses classes."""
+    """Share of the batch by class, if data parallelism crosses classes; otherwise empty."""
     zero: int = 1
     kept_bytes: Mapping[str, float] = field(default_factory=dict)
     """Bytes of training state on each card between two steps, by class; empty if replicas never share the gang's
@@ -108,24 +108,23 @@ class Demand:
     queue: float = 0.0
     """Finished trajectories that should be waiting to be trained."""
     tail_tokens: float = 0.0
-    """Length of a long answer that must be in time for training (fit into the age window); 0: no window.
+    """Length of a long answer that must be in time for training, which means that it fits into the age window; 0: no
+    age window.
 
-    Step k starts after k periods and publishes version k + 1 after `Gang.period_s`. After the lag, replicas generate
-    with that version for one period. The last step that may train on its answers is step k + 1 + `bound`. An answer
-    begun at the start of the replicas' period therefore has `bound` + 1 periods, less the gang's period and the lag; an
-    answer begun at the end has one period less. The window is the longer time less `age_guard` periods. If training
-    takes the whole period, that is `bound` - `age_guard` periods less the lag."""
+    Step k starts after k periods and publishes version k + 1 after `Gang.period_s`. After the lag, replicas start
+    answers with that version for one period. Step k + 1 + `bound` is the last that may train on these answers. The
+    first of them therefore has `bound` + 1 periods, less the gang's period and the lag. The last of them has one period
+    less. The age window is the time that the first one has, less `age_guard` periods."""
     age_guard: float = 0.5
     """Periods taken off the age window: 1 guarantees the staleness bound for every answer of `tail_tokens` tokens, 1/2
     for the average one."""
     lag_s: float = 0.0
-    """Seconds between an answer and training on it that are the same for all columns: the time to compute the
-    reward."""
+    """Seconds to compute the reward of an answer before it can be trained on; the same for all columns."""
     reward_rate: float | None = None
     """Trajectories per second that the reward pool can score; None: no limit."""
     headroom: float = 0.0
-    """Share by which the fastest plan should exceed the demand for tokens and for long answers, as far as that costs
-    neither speed nor money."""
+    """Share by which the fastest plan should generate more tokens, and end long answers earlier, than demanded, if that
+    costs neither speed nor money."""
 
 
 @dataclass(frozen=True)

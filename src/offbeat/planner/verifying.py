@@ -1,7 +1,7 @@
 """Verifies a saved plan against its input files, without a solver: constraints, proof and every field.
 
-`solve.check` checks constraints and proof. All other fields follow from the solution by arithmetic, so the solution is
-placed and composed again and every field compared.
+`solve.check` checks constraints and proof. All other fields follow from the solution by arithmetic, so they are
+computed again from the solution and compared.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def test_the_golden_frontier_falls_from_the_fastest_to_the_cheapest():
 def test_with_bound_0_generation_and_training_add_up_and_a_line_says_so():
     plan = fastest(golden(bound=0))
     assert plan.solution.tau_s == 92.0  # 60 s of training, 2 s blocked, 120,000 tokens by 4 replicas of 1,000 a second
-    assert plan.note.startswith("S = 0 with disjoint pools")
+    assert plan.note.startswith("max_staleness = 0: generation and training take turns on separate nodes")
     assert "\n" not in plan.note
 
 
@@ -68,7 +68,7 @@ def test_with_bound_0_shared_nodes_generate_what_disjoint_ones_cannot():
     assert shared.solution.tau_s == 66.0  # 34 s of training on both nodes of A, 2 s, and 4 replicas there: 64 in flight
     assert shared.solution.nodes == {}
     assert shared.solution.replicas == {"on A at home": 4}
-    assert shared.note.startswith("S = 0: generation and training take turns on the gang's nodes")
+    assert shared.note.startswith("max_staleness = 0: generation and training take turns on the training nodes")
     assert check(problem, shared.solution, shared.certificate) == []
 
 

@@ -74,8 +74,8 @@ def demand_of(workload: Workload) -> Demand:
 def lag_over_s(
     inventory: Inventory, workload: Workload, direct_s: Mapping[str, float], name: str
 ) -> dict[str, dict[str, float]]:
-    """Returns the lags in seconds to the class `name` of versions relayed by a third class, by publishing class, then
-    by relaying class; only lags clearly shorter than the direct one (`direct_s`, by publishing class)."""
+    """Returns the seconds until the class `name` has a version that a third class relays, by publishing class, then by
+    relaying class. Holds only lags clearly shorter than the direct ones, `direct_s` (by publishing class)."""
     num_nodes = inventory.classes[name].num_nodes
     found: dict[str, dict[str, float]] = {}
     for root, seconds in direct_s.items():

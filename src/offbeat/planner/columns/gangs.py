@@ -1,4 +1,5 @@
-"""Training gangs worth considering: whole nodes of one class, or of two classes by pipeline or data parallelism.
+"""Training gangs (nodes that train together) worth considering: whole nodes of one class, or of two classes joined by
+pipeline or data parallelism.
 
 Guarantees: every gang fits the memory of each of its cards. Tensor parallelism stays inside a node, collectives stay
 inside a zone. A gang is dropped if another with no more nodes of any class is about as good.
@@ -97,9 +98,9 @@ def split_layers(num_layers: int, speeds: Sequence[float]) -> tuple[int, ...]:
 
 
 def fits(workload: Workload, room_bytes: float, tp: int, pp: int, dp: int, num_layers: int) -> list[tuple[int, bool]]:
-    """Pairs (ZeRO stage, whether to recompute activations) with which training fits into `room_bytes` per card, for a
-    stage of `num_layers` layers. ZeRO-3 is left out if ZeRO-1 or ZeRO-2 fits with the same recomputing, and recomputing
-    if one of these two fits without it. Of the two only the first that fits is returned: both take the same time."""
+    """Returns pairs (ZeRO stage, whether to recompute activations) with which a pipeline stage of `num_layers` layers
+    fits into `room_bytes` per card. ZeRO-1 and ZeRO-2 take the same time, so the lower one that fits is returned, and
+    then ZeRO-3 is left out. If one of the two fits without recomputing, pairs with recomputing are left out as well."""
     share = num_layers / workload.model.num_layers
     found = []
     for recompute in (False, True):

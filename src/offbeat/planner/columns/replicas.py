@@ -1,7 +1,7 @@
 """Rollout replica shapes that fit: per class, by tensor parallelism and number of answers in flight.
 
-Every column fits its memory, and its tensor parallelism divides both the attention heads and the cards of a node. A
-column is dropped if another one on the same cards beats it.
+Every shape fits the memory of its cards, and its tensor parallelism divides both the attention heads and the cards of a
+node. A shape is dropped if another one on the same cards beats it.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def row_grid(largest: int, growth: float = ROWS_GROWTH) -> list[int]:
 def rollout_column(
     machines: MachineClass, workload: Workload, figures: Efficiencies, tp: int, rows: int, roots: Sequence[str]
 ) -> RolloutColumn:
-    """Builds one replica shape (column) with `rows` answers in flight and its predicted speed. Every answer counts with
-    the mean length, and the prefill of a prompt stops all running answers."""
+    """Builds one replica shape (column) with `rows` answers in flight and its predicted speed. Assumes that every
+    answer has the mean length, and that the prefill of a prompt stops all running answers."""
     card = machines.accelerator
     busy_rows = max(1.0, rows * figures.busy_share)
     step_s = decode_step_s(workload.model, card, figures, tp, busy_rows, mean_context_tokens(workload))
@@ -142,8 +142,8 @@ def undominated(columns: Sequence[RolloutColumn]) -> list[RolloutColumn]:
 
 
 def _beats(one: RolloutColumn, other: RolloutColumn) -> bool:
-    """Whether column `one` makes column `other` needless: replicas of `one`, on the cards of one replica of `other`,
-    generate as much, with no more answers in flight, no longer delays and no less memory left."""
+    """Whether column `one` is at least as good as column `other` in every respect: on the cards of one replica of
+    `other`, replicas of `one` generate as much, without more answers in flight, longer delays or less memory left."""
     if other.num_accelerators % one.num_accelerators:
         return False
     copies = other.num_accelerators // one.num_accelerators

@@ -1,8 +1,8 @@
 """Fits the constants of the cost model to measurements, and computes the error on held-out measurements.
 
-The fit is a non-negative least-squares fit of relative errors. Held out are whole batch sizes and contexts (decode),
-lengths (prefill), sizes (link), or the largest gang (train; the most tokens if all gangs have one size). Single points
-are never held out, because their neighbours would predict them.
+The fit is a non-negative least-squares fit of relative errors. All measurements of one size are held out together: of a
+batch size or a context (decode), a length (prefill), a size (link), or the largest gang (train; the most tokens if all
+gangs have one size). Single points are never held out, because their neighbours would predict them.
 
 A file of measurements has one JSON object per line: `kind` and the fields of `Measurement`, or the kind `machine` and
 the fields of `MeasuredMachine`. Accelerators of the catalogue need no `machine` line.
@@ -278,7 +278,8 @@ def _fit_decode(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
 
 
 def _fit_overhead(rows: Rows, terms: Terms, folds: Sequence[tuple[Rows, Rows]]) -> Fitted:
-    """Fits only the decode overhead; other constants keep their defaults, as a slow host hides the card's speed."""
+    """Fits only the decode overhead. Other constants keep their defaults, because a slow host hides the card's
+    speed."""
     usual = Efficiencies()
     ridges = (usual.gemm_share / usual.weight_read_share,)
     floor = (0.0, 1 / usual.weight_read_share, 1 / usual.kv_read_share)

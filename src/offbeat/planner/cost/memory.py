@@ -79,8 +79,8 @@ def microbatch_tokens(workload: Workload) -> float:
 
 
 def activation_bytes(workload: Workload, tp: int, pp: int, layers: float, *, recompute: bool) -> float:
-    """Bytes of activations on a card with `layers` layers, for the worst case of all pipeline stages: as many
-    micro-batches as there are stages (as in the first stage) plus logits (as in the last)."""
+    """Bytes of activations on a card with `layers` layers. Assumes the worst of all pipeline stages: as many
+    micro-batches as there are stages, as in the first stage, plus the logits of the last stage."""
     model, tokens = workload.model, microbatch_tokens(workload)
     unit = model.hidden * tokens / tp
     logits = LOGIT_BYTES * model.vocab * LOSS_CHUNK_TOKENS / tp

@@ -78,8 +78,8 @@ def refill_s(workload: Workload, card: Accelerator, figures: Efficiencies, tp: i
 def drain_s(workload: Workload, token_s: float) -> float:
     """Upper estimate of the seconds of generation lost while running answers end on old weights and no new one starts.
 
-    The last answer is assumed to have the tail length still ahead; a slot is idle once its own answer has ended. At a
-    random moment the mean remaining length of an answer equals its mean length so far."""
+    The last answer to end is assumed to have the whole tail length ahead. A slot is idle from the end of its own answer
+    until then. The mean remaining length of an answer equals its mean length so far, at a random moment."""
     remaining = workload.answer.mean_square / (2 * workload.answer.mean)
     return token_s * max(0.0, workload.answer.tail - remaining)
 

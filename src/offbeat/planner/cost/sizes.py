@@ -11,7 +11,7 @@ from offbeat.planner.inputs.workload import ModelShape, Workload
 
 
 def touched_parameters(model: ModelShape, rows: float) -> float:
-    """Parameters used in matmuls by at least one of `rows` answers, which a decode step must read. Answers choose
+    """Parameters that a decode step must read: those used in matmuls by at least one of `rows` answers. Answers choose
     experts independently, so a share of (1 - experts per token / experts)^rows of the experts is unused."""
     if not model.num_experts:
         return matmul_parameters(model)

@@ -90,8 +90,8 @@ class Inventory:
 
 
 def at_best(inventory: Inventory) -> Inventory:
-    """Returns the inventory with each link between or inside classes as fast as the best link between two of their
-    nodes. Where not all pairs of nodes were measured, the link of the classes counts as one of them."""
+    """Returns the inventory with each link between classes, or inside one class, as fast as the fastest measured link
+    between their nodes. If some pairs of nodes were not measured, the given link of the classes counts too."""
     if not inventory.measured:
         return inventory
     found: dict[frozenset[str], list[float]] = {}

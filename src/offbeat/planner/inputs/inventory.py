@@ -187,8 +187,8 @@ def _missing(one: str, other: str, kind: str, origin: ValueOrigin) -> UserError:
 
 
 def _check(key: Pair, link: Link, classes: Mapping[str, MachineClass], kind: str, origin: ValueOrigin) -> None:
-    """Raises if a link's rate is too low, too high between zones, or higher than a node can send, which is the sum of
-    its accelerators' rates to the host."""
+    """Raises if a link's rate is too low, too high for a link between zones, or higher than the sum of the rates
+    between a node's accelerators and their host, because a node cannot send faster."""
     gb_s, who = link.bytes_per_s / GIGA, " and ".join(sorted(key))
     say = f"{origin.before(('links',))}the rate between nodes of {who}, {gb_s:g} GB/s"
     if gb_s < LEAST_GB_S:
@@ -318,8 +318,8 @@ def _price(name: str, table: ClassTable, card: Accelerator, origin: ValueOrigin,
 
 
 def check_range(place: Path, value: float | None, sane: tuple[float, float, str, str], origin: ValueOrigin) -> None:
-    """Refuses a number outside the range `sane`: the least and the largest value, and the units to suggest for a number
-    below and above them."""
+    """Raises if a number is outside its range. `sane` holds the smallest and the largest value, then the units to
+    suggest for a smaller and for a larger number."""
     low, high, below, above = sane
     if value is None or low <= value <= high:
         return

@@ -58,7 +58,7 @@ class LengthStatistics:
     mean: float
     mean_square: float
     tail: float
-    """Length (a quantile) that must be in time for training (the age window); longer answers span several versions."""
+    """Length, a quantile, up to which answers must be in time for training; longer answers span several versions."""
     tail_share: float
     """Share of answers longer than `tail`; 0 if `tail` is the cap on lengths."""
     longest: float
@@ -107,7 +107,8 @@ class Workload:
 
     @property
     def may_share(self) -> bool:
-        """Whether replicas may use the gang's own nodes: only if the staleness bound is 0, so that they take turns."""
+        """Whether replicas may use the training gang's nodes: only with staleness bound 0, which makes generation and
+        training take turns."""
         return self.colocates and self.bound == 0
 
     @cached_property
@@ -127,7 +128,7 @@ class Workload:
 # Length statistics from a distribution, a histogram or samples. A cap cuts longer answers, as `max_new_tokens` does.
 
 QUANTILE = 0.95
-"""Default share of answers that must end within the age window."""
+"""Default share of answers that must be in time for training (end within the age window)."""
 
 
 def constant(num_tokens: float) -> LengthStatistics:

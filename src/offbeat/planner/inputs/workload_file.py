@@ -114,7 +114,7 @@ def load_workload(path: pathlib.Path | str, read_run: RunReader | None = None) -
     algorithm, rules, reward = file.algorithm, file.rules, file.reward
     if rules.colocate and rules.max_staleness:
         where, remedy = origin.before(("rules", "colocate")), "set max_staleness = 0, or leave colocate out"
-        raise UserError(f"{where}rules.colocate = true: cards take turns only if generation waits; {remedy}")
+        raise UserError(f"{where}rules.colocate = true: works only if generation waits for training; {remedy}")
     tables = {"prompt": file.prompt, "answer": file.answer}
     runs = {name: table.run for name, table in tables.items() if table.run is not None}
     return Workload(

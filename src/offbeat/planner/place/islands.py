@@ -16,7 +16,7 @@ from offbeat.planner.problem import Gang
 
 @dataclass(frozen=True)
 class Group:
-    """Neighbouring cards of one node: `size` cards from the one with the number `first` on."""
+    """Neighbouring cards of one node: `size` cards, of which the first has the number `first`."""
 
     node: str
     first: int
@@ -32,7 +32,7 @@ class Placed:
 
 
 Stages = tuple[tuple[Group, ...], ...]
-"""A gang on its cards: for each pipeline stage, the tensor-parallel groups of its data-parallel ring, in ring order."""
+"""Cards of a gang: for each pipeline stage, its tensor-parallel groups in the order of the stage's gradient ring."""
 
 
 def pack(sizes: Mapping[str, int], counts: Mapping[str, int], nodes: Sequence[Node]) -> list[Placed] | None:
@@ -55,9 +55,9 @@ def pack(sizes: Mapping[str, int], counts: Mapping[str, int], nodes: Sequence[No
 
 
 def ring_order(fabric: NodeFabric, names: Sequence[str]) -> tuple[str, ...]:
-    """Orders nodes in a ring for all-reduces: by zone and class, unless links were measured. With measured links, each
-    node in turn begins a ring that always continues with the fastest link, inside a class while it has nodes left. The
-    ring whose slowest link is fastest is returned."""
+    """Orders nodes in a ring for all-reduces. If no links were measured, the order is by zone and class. Otherwise a
+    ring is built from each node by always following the fastest link, to a node of the same class if one is left.
+    Returns the ring whose slowest link is fastest."""
     if len(names) < 3:
         return tuple(names)
     left = sorted(names, key=lambda name: (fabric.nodes[name].zone, *class_and_number(name)))

@@ -36,7 +36,7 @@ class NodeFabric:
 
     @property
     def is_alike(self) -> bool:
-        """Whether nodes of a class are interchangeable: True unless links between nodes were measured."""
+        """Whether nodes of a class are interchangeable: True if no links between nodes were measured."""
         return not self.measured
 
     def link(self, one: str, other: str) -> Link:
@@ -48,8 +48,8 @@ class NodeFabric:
         return self.link(one, other).bytes_per_s if known is None else known
 
     def port_bytes_per_s(self, name: str, is_near: bool) -> float:
-        """Bytes per second that a node can send at most, and also receive: inside its class if `is_near`, otherwise to
-        and from all other classes together. This is the rate of its fastest link of that kind."""
+        """Largest rate in bytes per second at which a node can send, and also receive: inside its class if `is_near`,
+        otherwise to and from all other classes together. This is the rate of its fastest link of that kind."""
         key = (name, is_near)
         if key not in self._ports:
             self._ports[key] = max(self._port_rates(name, is_near), default=0.0)

@@ -43,9 +43,9 @@ def split(
     """Chooses nodes at a low `cost`; returns the names of the training nodes and of the rollout nodes. `training` and
     `rollout` hold how many of each class are needed; the other nodes stay idle.
 
-    Interchangeable nodes are taken in order. If there are few choices, all are tried. Otherwise each class is split so
-    that little bandwidth lies between training nodes and others (Kernighan-Lin), or by the quality of its links. The
-    better split is improved by exchanges of two nodes (Fiduccia-Mattheyses)."""
+    Interchangeable nodes are taken in order. If there are few choices, all are tried. Otherwise two splits are
+    compared: one with little bandwidth between training nodes and others (Kernighan-Lin), and one in which the nodes
+    with the best links train. The better split is improved by exchanges of two nodes (Fiduccia-Mattheyses)."""
     members = by_class(fabric, fabric.nodes)
     if fabric.is_alike:
         return _sides(_in_order(members, training, rollout))
@@ -148,7 +148,7 @@ class Placing:
     problem: PlanningProblem
     """The planning problem with the step time and lags on these nodes, where these are longer than assumed."""
     tau_s: float
-    """Shortest period in seconds at which the solution holds on these nodes; at least `Solution.tau_s`."""
+    """Shortest period in seconds at which the solution is valid on these nodes; at least `Solution.tau_s`."""
 
 
 @dataclass(frozen=True)
@@ -223,8 +223,8 @@ def generating_on(places: Sequence[Placed]) -> frozenset[str]:
 
 
 def root_of(fabric: NodeFabric, gang: Gang, trains: frozenset[str], rolls: frozenset[str]) -> str:
-    """Returns the node that publishes versions: of the training nodes in the gang's publishing class, the one with the
-    best links to the rollout nodes; the first one if all are alike."""
+    """Returns the node that publishes versions: the training node of the class `gang.root` that has the best links to
+    the rollout nodes, or the first one if no links were measured."""
     able = [name for name in in_order(trains) if fabric.nodes[name].offer == gang.root]
     if fabric.is_alike:
         return able[0]

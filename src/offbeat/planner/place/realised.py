@@ -55,8 +55,8 @@ def _slowest(fabric: NodeFabric, stages: Stages) -> dict[frozenset[str], float]:
 
 
 def load(fabric: NodeFabric, stage: Sequence[Group], following: Sequence[Group]) -> float:
-    """Seconds that each byte sent from a pipeline stage to the `following` stage takes up at the busiest node or shared
-    link: the inverse of the rate between the stages. 0 if all bytes stay inside nodes."""
+    """Seconds per byte from a pipeline stage to the `following` stage, as limited by the busiest node or shared link;
+    0 if all bytes stay inside nodes."""
     pairs = Counter((one.node, other.node) for one, other in zip(stage, following, strict=True))
     sent, received, shared = defaultdict[str, float](float), defaultdict[str, float](float), 0.0
     for (one, other), count in pairs.items():
@@ -81,8 +81,8 @@ def lags_s(fabric: NodeFabric, senders: Senders, num_bytes: float) -> dict[str, 
 def slowed(
     problem: PlanningProblem, gang: Gang, step_s: float, lags_s: Mapping[str, float], by: float = ROUNDING
 ) -> PlanningProblem:
-    """Returns the problem with the step of `gang` raised to `step_s` and the lags of its versions to `lags_s` (by
-    rollout class), each only if it grows by more than the share `by`. Returns the same object if nothing grows."""
+    """Returns the problem with the longer times `step_s` of the gang's step and `lags_s` (by rollout class) of its
+    versions. A time is replaced only if it grows by more than the share `by`. Returns the same object if none grows."""
     relays = {*gang.nodes, *lags_s} if problem.demand.bound else ()
 
     def is_worse(column: RolloutColumn) -> bool:

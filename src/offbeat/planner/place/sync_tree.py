@@ -1,11 +1,14 @@
-"""Sync tree: relays a version of the weights in chunks to every rollout node, and bounds the time of any schedule.
+"""The sync tree, which relays a version of the weights in chunks to every rollout node, and a lower bound on its time.
 
-A node has two ports, one to its class and one to all other classes. Hops from one node divide its port, and a slow hop
-leaves the rest of its share to the others. Hops over a shared link between two classes divide the link. Receivers pass
-chunks on as they come, at the lowest rate on their path. Between interchangeable nodes the tree is built class by
-class: first the widest paths between classes (Prim), then one tree or two inside each class. Between measured nodes it
-is built node by node and, if the nodes are few, improved by moving subtrees. No schedule is faster than bytes divided
-by the least max-flow from the root to a receiver (Edmonds).
+A hop is a transfer from one node to another. A node has two ports, one to its class and one to all other classes. Hops
+that leave by the same port divide its rate; what a slow hop cannot use goes to the others. Hops over a shared link
+between two classes divide the link. Receivers pass each chunk on at once, so a node receives the version at the lowest
+rate on its path from the root.
+
+If nodes are interchangeable, the tree is built class by class: first the widest paths between classes (Prim), then one
+tree or two inside each class. If links between nodes were measured, the tree is built node by node and, if there are
+few nodes, improved by moving subtrees. No schedule is faster than bytes divided by the least max-flow from the root to
+a receiver (Edmonds).
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ from offbeat.planner.cost.sync_time import CHUNK_BYTES, fan_out, one_tree_s, two
 from offbeat.planner.place.nodes import NodeFabric, by_class, class_and_number
 
 Senders = Mapping[str, tuple[str, ...]]
-"""Senders of each receiver, by the receiver's name. If a receiver has several, the n-th sends it the n-th share of all
-chunks. A sender that has equally many senders itself needs only the n-th share for this; any other needs all chunks."""
+"""Senders of each receiver, by the receiver's name. If a receiver has several senders, the n-th sends the n-th share of
+all chunks. If this sender has as many senders itself, it needs only its own n-th share to do so; otherwise it needs all
+chunks."""
 
 
 def hops_of(senders: Senders) -> Iterator[tuple[str, str]]:
@@ -90,8 +94,9 @@ def shares_in_order(senders: Senders) -> list[tuple[str, int]]:
 
 
 def _held(senders: Senders, name: str, part: int) -> list[tuple[str, int]]:
-    """Returns the transfers, as (receiver, index of share), that must reach `senders[name][part]` before it can
-    send share `part` on: only its own share `part` if it has as many senders as `name`, otherwise all its shares."""
+    """Returns the transfers, as (receiver, index of share), that must reach the sender `senders[name][part]` before it
+    can send share `part` on. If the sender has as many senders as `name`, this is only its own share `part`; otherwise
+    it is all its shares."""
     sender = senders[name][part]
     num_parts = len(senders.get(sender, ())) or 1
     is_same = len(senders[name]) == num_parts > 1
@@ -124,7 +129,7 @@ class SyncTree:
 
 
 def sync_tree(fabric: NodeFabric, root: str, receivers: Iterable[str], num_bytes: float) -> SyncTree:
-    """Builds the tree that sends a version from `root` to all `receivers`; empty, in no time, without receivers."""
+    """Builds the tree that sends a version from `root` to all `receivers`; an empty tree if there are none."""
     senders = relay(fabric, root, receivers, num_bytes)
     if not senders:
         return SyncTree(root, {}, (), 0.0, 0.0)

@@ -97,8 +97,8 @@ def savings(throughput: float, price_per_h: float, relaxed: Iterable[Relaxation]
 def infeasible_because(
     problem: PlanningProblem, budget: float | None = None, throughput: float | None = None
 ) -> list[str]:
-    """Explains why there is no plan, with one line for each single change that would allow one, or a single line if
-    none would; empty if there is a plan."""
+    """Explains why there is no plan: returns a line for each single change that would allow a plan, or one line if no
+    single change does; empty if there is a plan."""
     if not problem.gangs:
         return ["hardware: no gang can train this model on these nodes; offer more nodes or more memory"]
     if not problem.rollout:

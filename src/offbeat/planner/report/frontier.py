@@ -101,7 +101,7 @@ MIXED_COLOUR = "#1d3557"
 SPLIT, SPLIT_COLOUR = "split by class", "#111"
 SPLIT_TOLD = (
     "<p>Split by class: what AReaL-Hex (arXiv 2511.00796) evidently ran, under the same cost model. The class with the "
-    "most FLOPS an accelerator trains, all others generate, every machine is rented, and "
+    "most FLOPS per accelerator trains, all others generate, every machine is rented, and "
     f"{COPIES:g} copies of the weights cross the link while generation waits.</p>"
 )
 NUM_TICKS = 6
@@ -124,9 +124,10 @@ def frontier_page(
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<style>{STYLE}</style></head><body><h1>{html.escape(title)}</h1>"
-        f"<p>Each point is the cheapest plan of its throughput, of {NUM_POINTS} that were looked at; a line shows what "
-        "its price surely buys. A class alone has as many nodes as the whole inventory's price buys. Rates are from "
-        "before nodes are chosen: <code>offbeat plan</code> chooses them, and may tell a little less.</p>"
+        f"<p>Each point is the cheapest plan for its throughput. A line has at most {NUM_POINTS} points; between two "
+        "points it shows the throughput of the cheaper plan. A class alone has as many nodes as the price of the whole "
+        "inventory buys. Rates are computed before nodes are chosen; <code>offbeat plan</code> chooses nodes and may "
+        "report slightly lower rates.</p>"
         f"{figure(title, points, fleets, split)}{missing}{SPLIT_TOLD if split else ''}{_table(lines)}</body></html>\n"
     )
 
@@ -195,7 +196,8 @@ def _lines(
 
 
 def _path(places: Sequence[tuple[float, float]], colour: str) -> str:
-    """SVG of a step line: between two prices it shows the throughput of the cheaper plan. Empty below two points."""
+    """SVG of a step line: between two prices it shows the throughput of the cheaper plan. Empty for fewer than two
+    points."""
     (x, y), *rest = sorted(places) or [(0.0, 0.0)]
     steps = "".join(f"H{x}V{y}" for x, y in rest)
     return f'<path d="M{x} {y}{steps}" fill="none" stroke="{colour}" stroke-width="2"/>' if rest else ""

@@ -128,7 +128,7 @@ def _placement(plan: Plan) -> str:
     for name, seconds in there.lags_s.items():
         if seconds > there.assumed_lags_s[name]:
             costs.append(f"{name} has a version after {seconds:,.3g} s instead of {there.assumed_lags_s[name]:,.3g} s")
-    return f"Placement: over the links that it has, {_and(costs)}; step and gap count that." if costs else ""
+    return f"Placement: over the links of the chosen nodes, {_and(costs)}; step and gap include this." if costs else ""
 
 
 def _cards(groups: Iterable[Group]) -> str:
@@ -186,9 +186,8 @@ def _more_nodes(
 
 
 def _as_placed(problem: PlanningProblem, plan: Plan) -> PlanningProblem:
-    """Returns a copy of the problem in which step time and version lags are those of the plan on its chosen nodes, if
-    these are longer than assumed. Otherwise a plan with one limit relaxed would seem better merely because its times
-    are those assumed before nodes were chosen."""
+    """Returns a copy of the problem with the step time and version lags that the plan has on its chosen nodes, if these
+    are longer than assumed. With the assumed times, relaxing any limit would seem to bring a gain."""
     for gang in problem.gangs:
         if gang.name == plan.solution.gang:
             return slowed(problem, gang, plan.training.step_s, plan.placement.lags_s)

@@ -36,9 +36,9 @@ class Multipliers:
 
 
 def worth(view: View, tau_s: float | Floats, prices: Multipliers, gangs: Ints) -> Floats:
-    """Returns what one node of each class is worth at these dual prices if it is filled with its best kind of replica,
-    before the price of the node is deducted: an array of training gangs x node classes. `gangs` are the indices of the
-    gangs in `view`; `tau_s` is the period of a step, in seconds."""
+    """Returns an array of training gangs x node classes: the worth of one node at these dual prices if filled with
+    its best kind of replica. The price of the node is not deducted. `gangs` are indices into the gangs of `view`;
+    `tau_s` is the period of a step, in seconds."""
     value = (prices.nu * view.tokens(tau_s, gangs) - prices.lam * view.concurrency) / view.accelerators
     starts = np.searchsorted(view.group, np.arange(len(view.per_node)))
     best = np.zeros((len(gangs), len(view.per_node)))

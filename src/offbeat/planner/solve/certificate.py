@@ -1,8 +1,8 @@
 """The proof of a plan: no plan has a shorter period, or a lower price.
 
 For every gang with a short enough period, the certificate holds dual prices (see `bounds`) that show by plain
-arithmetic that no plan exists. Gangs that no dual prices rule out, because nodes and replicas are whole, are listed in
-`by_solver`.
+arithmetic that no plan exists. Nodes and replicas are whole numbers, so dual prices cannot rule out every gang. The
+others are listed in `by_solver`.
 """
 
 from __future__ import annotations

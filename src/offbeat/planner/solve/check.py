@@ -175,7 +175,7 @@ def _certificate_rows(problem: PlanningProblem, solution: Solution, certificate:
     broken = []
     found = hashlib.sha256(json.dumps({**asdict(problem), **OLD}, sort_keys=True).encode()).hexdigest()
     if found != certificate.columns_sha256:
-        broken.append("certificate: it proves another problem; were the cluster, workload or constants changed?")
+        broken.append("certificate: it is for another problem; were the cluster, workload or constants changed?")
     if certificate.tau_lo_s > solution.tau_s:
         claims = f"it claims that no period is below {certificate.tau_lo_s:g} s"
         broken.append(f"certificate: {claims}, but the plan's is {solution.tau_s:g} s")
@@ -218,14 +218,14 @@ _Place = tuple[str, bool]
 """Name of a class of nodes, and True for its nodes that train (home) or False for nodes rented for rollout."""
 _Worths = dict[_Place, Fraction]
 _Ladders = dict[_Place, tuple[list[Fraction], list[Fraction]]]
-"""For each place: ascending times that columns (replica shapes) need to finish a long answer, and the most that an
-accelerator is worth in columns that need no longer than each of these times."""
+"""For each place, two lists: the times that columns (replica shapes) need to finish a long answer, in ascending order,
+and for each of these times the most that an accelerator is worth in a column that needs no longer."""
 
 
 def _ladders(problem: PlanningProblem, gang: Gang, tau: Fraction, nu: Fraction, lam: Fraction) -> _Ladders:
-    """Returns the most that an accelerator of each place is worth, by the time allowed for a long answer, at the prices
-    `nu` of tokens and `lam` of trajectories in flight. With staleness bound 0, only columns count that are in time with
-    this gang. With a larger bound, the result is the same for all gangs whose versions the same class publishes."""
+    """Returns the most that an accelerator of each place is worth, by the time allowed for a long answer. `nu` is the
+    price of a token, `lam` that of a trajectory in flight. With staleness bound 0, only columns whose long answers are
+    in time with this gang count. With a larger bound, all gangs with the same publishing class get the same result."""
     values: dict[_Place, list[tuple[Fraction, Fraction]]] = {}
     for column in problem.rollout:
         needed = Fraction(0)

@@ -26,8 +26,8 @@ TRIES = 3
 """How often the integer program of one gang is tried if it runs out of time, each time at a period nearer to the gang's
 lower bound."""
 GUESSES = (0.5, 8.0, 64.0)
-"""Periods at which a gang is tried with its likely columns only, before all columns: distances above the gang's lower
-bound, in multiples of the gap."""
+"""Periods at which a gang is tried with its likely columns only, before it is tried with all columns. Each is given as
+its distance above the gang's lower bound, in multiples of the gap."""
 TIGHT = 1e-5
 """Relative tolerance of linear relaxations: raising a bound by a smaller share counts as no improvement."""
 FRESH_ENOUGH = 0.01
@@ -39,8 +39,8 @@ SHARES = (1.0, 0.5, 0.25)
 NEARLY = 0.8
 """A plan with this share of a wanted headroom (surplus over the demand) counts as having all of it."""
 HAIR = 1e-12
-"""Relative difference between periods that is too small to matter to users; lifts a bound just above a period that was
-ruled out."""
+"""Relative difference between periods that is too small to matter to users. It lifts a bound just above a period that
+was ruled out."""
 
 
 @dataclass
@@ -140,8 +140,8 @@ def _guess(search: Search, gang: int, cap: int | None, low_s: float, below_s: fl
 
 def _improve(search: Search, gang: int, cap: int | None, low_s: float, tau_s: float) -> _Found:
     """Finds a plan of this gang at a period of at most `tau_s`, or proves that there is none and raises the lower bound
-    `low_s`. If the solver runs out of time, tries shorter periods; a proof then reaches only as far as these. The
-    status is `UNKNOWN` if every try fails."""
+    `low_s`. If the solver runs out of time, tries a shorter period, and a proof then raises the bound only to that
+    period. The status is `UNKNOWN` if every try fails."""
     for _ in range(TRIES):
         outcome = search.try_gang(tau_s, gang, Aim.TOKENS, cap)
         if outcome.counts is not None:
@@ -204,8 +204,8 @@ def roomy_counts(
     """Looks for the cheapest plan at this period that exceeds the demand by the share `headroom`, both in tokens and in
     time for long answers. Only the gangs of `plans` are tried. Returns a search with this demand, and the plan.
 
-    If no plan within `cap` has all of `headroom`, less is tried: first smaller shares of it, then these shares for
-    tokens alone, then the headroom that `plans` already have. Returns None if there is no headroom at all."""
+    If no plan within `cap` has all of `headroom`, less is tried: first smaller shares of it, then headroom in tokens
+    alone, then the headroom that `plans` already have. Returns None if there is no headroom at all."""
     demand, windows = search.view.problem.demand, search.view.windows
     had = max(_headroom(search.view, tau_s, plan) for plan in plans) * (1 - TIGHT)
     gangs = dict.fromkeys(plan.gang for plan in plans)
@@ -382,5 +382,5 @@ def _note(problem: PlanningProblem, solution: Solution | None = None) -> str:
         return ""
     own = {column.name for column in problem.rollout if column.is_home}
     if own and (solution is None or own & solution.replicas.keys()):
-        return "S = 0: generation and training take turns on the gang's nodes, so their times add up"
-    return "S = 0 with disjoint pools: each waits while the other works, so their times add up and one of them is idle"
+        return "max_staleness = 0: generation and training take turns on the training nodes, so their times add up"
+    return "max_staleness = 0: generation and training take turns on separate nodes, so one of them is always idle"

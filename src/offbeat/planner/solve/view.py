@@ -2,8 +2,8 @@
 
 Arrays are indexed by gang, rollout column or merged class; the order depends on numbers, never on names. Merging and
 dropping keep every optimum; `restore` leads back to names. Money is counted in whole millionths of a dollar, so that
-sums are exact. Replicas on the gang's own nodes are columns of a *home* class, which offers no nodes of its own; each
-gang brings some for free, so its count of home nodes is negative.
+sums are exact. Replicas on the gang's own nodes are columns of a *home* class. Such a class offers no nodes; each gang
+brings its own at no cost, so it counts as taking a negative number of home nodes.
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ def efficient_gangs(
     own: Sequence[Sequence[str]],
     columns: Sequence[Sequence[RolloutColumn]],
 ) -> tuple[tuple[Gang, ...], dict[str, str]]:
-    """Returns the training gangs that fit the offered nodes and that no other gang beats, and for each beaten gang the
-    name of one that beats it. A gang beats another if it is as good in nodes, period, delays of versions and memory
-    kept for training state, and has no fewer home nodes (own nodes shared with replicas).
+    """Returns the training gangs that fit the offered nodes and that no other gang beats. Also returns, for each beaten
+    gang, the name of one that beats it. A gang beats another if it is as good in nodes, period, delays of versions and
+    memory kept for training state, and has at least as many home nodes (own nodes shared with replicas).
 
     `nodes_of` returns an array of gangs x classes. `own` holds the home classes, each as a tuple of one name. `columns`
     holds the equal replica shapes of each rollout column."""
@@ -151,8 +151,8 @@ def efficient_gangs(
 
 
 def _lost(columns: Sequence[RolloutColumn], sources: set[Source], relays: frozenset[str]) -> dict[Source, Floats]:
-    """Returns the delays in seconds by which sources of versions are compared: for each source, the blocking times of
-    columns, where they differ between sources, then all distinct lags."""
+    """Returns for each source of versions the delays in seconds by which sources are compared: first the blocking times
+    of columns, if they differ between sources, then all distinct lags."""
     order, roots = list(sources), sorted({root for root, _ in sources})
     blocking = np.array([[one.blocking_s[root] for one in columns] for root in roots]).reshape(len(roots), -1)
     blocking = blocking[:, (blocking != blocking[:1]).any(axis=0)]
@@ -177,8 +177,8 @@ class Windows:
 
     late_s: Floats
     """Array of (1 + relays) x sources x columns: seconds from publication (with bound 0, from the start of training) to
-    the end of the tail; first without a relay, then through each relaying class. Infinite if a gang leaves a column no
-    memory."""
+    the end of a long answer, first without a relay, then through each relaying class. Infinite if a gang leaves a
+    column too little memory."""
     source: Ints
     """Index of each gang's source in `late_s`."""
     trained_s: Floats
@@ -294,8 +294,8 @@ class View:
 
     @cached_property
     def in_flight_cap(self) -> float:
-        """Largest number of trajectories in flight: those of as many steps as the staleness bound, less those that wait
-        for training; with bound 0, those of one step."""
+        """Largest number of trajectories in flight: the staleness bound times those of a step, less those that wait for
+        training; with bound 0, those of one step."""
         demand = self.problem.demand
         return demand.bound * demand.trajectories - demand.queue if demand.bound else float(demand.trajectories)
 
@@ -442,8 +442,8 @@ def _check(problem: PlanningProblem) -> None:
 
 
 def _columns_of(problem: PlanningProblem, offer: str, *, is_home: bool = False) -> list[RolloutColumn]:
-    """Returns the columns (replica shapes) on rented nodes of the class `offer` or, with `is_home`, those on nodes of
-    this class that also train, which exist only with staleness bound 0."""
+    """Returns the columns (replica shapes) on rented nodes of the class `offer`. With `is_home`, returns those on nodes
+    of this class that also train; there are none if the staleness bound is above 0."""
     if is_home and problem.demand.bound:
         return []
     return [column for column in problem.rollout if column.offer == offer and column.is_home == is_home]
