@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from offbeat.trainer.audit import SegmentFinding, audit, choose
 from offbeat.trainer.packing import Sample
@@ -26,7 +27,7 @@ def sample(gaps, staleness=None, mask=None, **more) -> Sample:
 
 def found(*samples: Sample, max_gap: float = 1.0, witnessed=()):
     now = np.full(sum(s.num_tokens for s in samples), -1.0, np.float32)
-    return audit(samples, now, max_gap, witnessed)
+    return audit(samples, torch.from_numpy(now), max_gap, witnessed)
 
 
 def off(*samples: Sample) -> list[bool]:
@@ -56,14 +57,14 @@ def test_a_sample_is_off_by_the_mean_over_its_fresh_trained_tokens(judged, is_of
 
 def test_nan_is_nobodys_lie():
     """It is for the step to refuse: a comparison with it would acquit or condemn by accident."""
-    findings = audit([sample([0.0, 0.0])], np.array([-1.0, math.nan], np.float32), 1.0)
+    findings = audit([sample([0.0, 0.0])], torch.tensor([-1.0, math.nan]), 1.0)
     assert not findings.is_off.any()
     assert findings.segments == ((0, 0, 1, 0),)
 
 
 def test_a_token_that_the_trainer_holds_impossible_condemns_its_sample():
     """A worker can send it, and must not be able to stop a run with it."""
-    findings = audit([sample([0.0, 0.0])], np.array([-1.0, -math.inf], np.float32), 1.0)
+    findings = audit([sample([0.0, 0.0])], torch.tensor([-1.0, -math.inf]), 1.0)
     assert findings.is_off.all()
     assert findings.segments == ((0, 0, 2, 1),)
 

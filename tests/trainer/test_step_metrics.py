@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from offbeat.trainer.audit import SegmentFinding
 from offbeat.trainer.losses import CorrectionSettings, LossSettings, Tokens, clean, clip, correct
-from offbeat.trainer.step import BUCKET_NAMES, StepAccumulator
+from offbeat.trainer.step import BUCKET_NAMES, StepAccumulator, sums_of
 
 ICEPOP = CorrectionSettings("icepop", 0.49, 2.0)
 
@@ -20,8 +20,13 @@ def added(*many: Tokens, correction=ICEPOP) -> StepAccumulator:
     sums = StepAccumulator()
     for tokens in many:
         cleaned = single(tokens)
-        sums.add(cleaned, correct(cleaned, correction), clip(cleaned, LossSettings()).clipped, cleaned.staleness == 0)
+        add(sums, cleaned, correction, clip(cleaned, LossSettings()).clipped, cleaned.staleness == 0)
     return sums
+
+
+def add(sums: StepAccumulator, tokens: Tokens, correction, clipped, is_fresh) -> None:
+    buckets, whole = sums_of(tokens, correct(tokens, correction), clipped, is_fresh)
+    sums.add(len(tokens.logprobs), {"buckets": buckets.numpy(), "whole": whole.numpy()})
 
 
 def single(tokens: Tokens) -> Tokens:
@@ -84,7 +89,7 @@ def test_any_split_into_micro_batches_gives_the_same_figures(seeds):
         tokens = some_tokens(seed)
         for i in range(tokens.num_sequences):
             cleaned = single(only(tokens, i))
-            apart.add(cleaned, correct(cleaned, ICEPOP), clip(cleaned, LossSettings()).clipped, cleaned.staleness == 0)
+            add(apart, cleaned, ICEPOP, clip(cleaned, LossSettings()).clipped, cleaned.staleness == 0)
     one, other = (sums.metrics([1.0], 1.0, has_values=False) for sums in (whole, apart))
     for name, value in one.row().items():
         assert other.row()[name] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), name
@@ -106,7 +111,7 @@ def test_the_gap_is_the_mean_over_fresh_tokens_alone():
 def test_the_gap_leaves_out_tokens_that_are_not_quite_of_their_own_weights():
     """Those that attended to keys and values of older weights: their distance tells the age of these."""
     cleaned, sums = single(replace(fixture(), staleness=torch.tensor([0, 1, 0, 1, 1, -1]))), StepAccumulator()
-    sums.add(cleaned, correct(cleaned, ICEPOP), None, torch.tensor([True, False, False, False, False, True]))
+    add(sums, cleaned, ICEPOP, None, torch.tensor([True, False, False, False, False, True]))
     assert sums.metrics([1.0], 1.0, has_values=False).logprob_gap == pytest.approx(math.log(3))
 
 
@@ -130,7 +135,7 @@ def test_where_nothing_is_trained_nothing_is_divided_by():
 def test_samples_that_have_no_gradient_are_measured_and_count_as_unclipped():
     cleaned = single(fixture())
     sums = StepAccumulator()
-    sums.add(cleaned, correct(cleaned, ICEPOP), None, cleaned.staleness == 0)
+    add(sums, cleaned, ICEPOP, None, cleaned.staleness == 0)
     metrics = sums.metrics([1.0], 0.0, has_values=False)
     assert (metrics.clip_share, metrics.kept_share) == (0, pytest.approx(0.8))
 

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from offbeat.rules.leases import Lease
 
@@ -262,7 +262,7 @@ def is_proven(compared: Collection[Compared]) -> bool:
     return len(compared) >= MIN_PROVEN and suspicion(compared) == 0
 
 
-def looks_forged(num_tokens: int, num_off: int) -> bool:
+def looks_forged(num_tokens: Any, num_off: Any) -> Any:
     """Whether more tokens of one segment are off (`num_off`) than chance explains. With one token in 200 off, this
-    happens to one honest segment in 1,000."""
+    happens to one honest segment in 1,000. Takes tensors too, with one entry per segment."""
     return _forged(num_tokens, num_off) > MAX_STEP

@@ -82,7 +82,7 @@ def takes_varlen(query: Tensor, value: Tensor) -> bool:
 
 
 @cache
-def varlen_kernel() -> Callable[..., Tensor] | None:
+def varlen_kernel() -> Callable[..., Any] | None:
     """Returns torch's attention for sequences of uneven length; None before torch 2.10. The import takes a second."""
     try:
         from torch.nn.attention.varlen import varlen_attn

@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from blake3 import blake3
 from safetensors import SafetensorError
+from torch import Tensor
 
 from offbeat.files import link_folder
 from offbeat.rules.quarantine import OFF_GAP, looks_forged
-from offbeat.trainer.packing import Sample, pack, plan
+from offbeat.trainer.packing import Sample, pack, plan, to_device
 from offbeat.trainer.policy import Policy
 from offbeat.weights.version import Version, WeightFolder, weights_file
 
@@ -42,49 +44,63 @@ class SegmentFinding(NamedTuple):
 
 @dataclass(frozen=True)
 class Findings:
-    """Result of an audit: which samples not to train on, and how many tokens of each segment were compared and off."""
+    """Result of an audit: which samples not to train on, and how many tokens of each segment were compared and off. It
+    stays on the device of the log-probs; reading it waits for their computation."""
 
-    is_off: np.ndarray
+    is_off: Tensor
     """True for each sample that must not be trained on."""
-    segments: tuple[SegmentFinding, ...]
-    """Segments with at least one compared token; `sample` is an index into the audited samples."""
+    counts: Tensor
+    """For each segment, the number of tokens compared, and the number of those that are off; (2, segments)."""
+    places: tuple[tuple[int, int], ...]
+    """For each segment, the index of its sample among those audited, and the position of its first token."""
+
+    @property
+    def segments(self) -> tuple[SegmentFinding, ...]:
+        return found_segments(self.places, self.counts.tolist())
+
+
+def found_segments(places: Sequence[tuple[int, int]], counts: Sequence[Sequence[float]]) -> tuple[SegmentFinding, ...]:
+    """Returns the segments with at least one compared token, from `Findings.places` and the numbers in `counts`."""
+    rows = zip(places, *counts, strict=True)
+    return tuple(SegmentFinding(i, start, int(num), int(off)) for (i, start), num, off in rows if num)
 
 
 def audit(
-    samples: Sequence[Sample], now: np.ndarray, max_gap: float, witnessed: Sequence[np.ndarray | None] = ()
+    samples: Sequence[Sample], now: Tensor, max_gap: float, witnessed: Sequence[np.ndarray | None] = ()
 ) -> Findings:
     """Compares the log-probs that engines reported with the trainer's; `max_gap` bounds a sample's mean difference.
 
-    `now` holds the trainer's log-probs of all tokens at the start of the step, concatenated. Of these, only fresh
-    tokens are compared, because the same weights sampled them. `witnessed` holds, for each sample, the log-probs of
-    older tokens under the weights that sampled them, and NaN for all other tokens; None if none were computed.
+    `now` holds the trainer's log-probs of all tokens, concatenated, at the start of the step; those of fresh tokens,
+    sampled by the same weights, are compared. `witnessed` holds, for each sample, the log-probs of older tokens under
+    the weights that sampled them, NaN where not computed; None for a sample: none were computed.
     """
-    lengths = [sample.num_tokens for sample in samples]
-    owner = np.repeat(np.arange(len(samples)), lengths)
-    own = np.where(_joined([sample.is_fresh for sample in samples], np.bool_), now, np.nan)
-    compared = ~np.isnan(own)
+    owner = np.repeat(np.arange(len(samples)), [sample.num_tokens for sample in samples])
+    older = np.full(len(owner), np.nan, np.float32)
     for i, found in enumerate(witnessed):
         if found is not None:
-            here = np.flatnonzero(owner == i)[~np.isnan(found)]
-            own[here], compared[here] = found[~np.isnan(found)], True
-    gaps = np.where(compared, np.abs(own - _joined([sample.logprobs for sample in samples], np.float32)), 0.0)
-    is_off = np.bincount(owner, gaps, len(samples)) > max_gap * np.bincount(owner, compared, len(samples))
+            older[owner == i] = found
     starts = _joined([sample.starts for sample in samples], np.int64)
     begins = np.ones(len(owner), np.bool_)
     begins[1:] = (owner[1:] != owner[:-1]) | (starts[1:] != starts[:-1])
-    segment, first = np.cumsum(begins) - 1, np.flatnonzero(begins)
-    num_compared = np.bincount(segment, compared, len(first)).astype(int)
-    num_off = np.bincount(segment, gaps > OFF_GAP, len(first)).astype(int)
-    for i, at in enumerate(first):
-        is_off[owner[at]] |= looks_forged(int(num_compared[i]), int(num_off[i]))
-    return Findings(
-        is_off,
-        tuple(
-            SegmentFinding(int(owner[at]), int(starts[at]), int(num_compared[i]), int(num_off[i]))
-            for i, at in enumerate(first)
-            if num_compared[i]
-        ),
-    )
+    first = np.flatnonzero(begins)
+
+    def there(array: np.ndarray) -> Tensor:
+        return to_device(array, now.device)
+
+    def sums(index: Tensor, size: int, values: Tensor) -> Tensor:
+        return torch.zeros(size, dtype=torch.float64, device=now.device).index_add(0, index, values.double())
+
+    is_fresh = there(_joined([sample.is_fresh for sample in samples], np.bool_))
+    seen = there(older)
+    own = torch.where(seen.isnan(), torch.where(is_fresh, now, torch.nan), seen)
+    compared = ~own.isnan()
+    gaps = torch.where(compared, (own - there(_joined([sample.logprobs for sample in samples], np.float32))).abs(), 0.0)
+    owners, segment = there(owner), there(np.cumsum(begins) - 1)
+    is_off = sums(owners, len(samples), gaps) > max_gap * sums(owners, len(samples), compared)
+    num_compared, num_off = sums(segment, len(first), compared), sums(segment, len(first), gaps > OFF_GAP)
+    forged = sums(there(owner[first]), len(samples), looks_forged(num_compared, num_off))
+    places = tuple(zip(owner[first].tolist(), starts[first].tolist(), strict=True))
+    return Findings(is_off | (forged > 0), torch.stack([num_compared, num_off]), places)
 
 
 def witness(

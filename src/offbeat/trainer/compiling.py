@@ -40,7 +40,7 @@ def compile_layers(model: PreTrainedModel) -> bool:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_VARIANTS)
     AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.packed_attention))
     for layer in layers:
-        layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]
+        layer.forward = torch.compile(layer.forward, dynamic=True)
     return True
 
 

@@ -7,6 +7,7 @@ result has the bits of an update with all moments on the GPU.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -87,6 +88,12 @@ def pinned_zeros(like: Tensor) -> Tensor:
     """Returns zeros of the shape of `like` in host memory that a GPU can read at full speed. torch's own pinned memory
     rounds each size up to a power of two, which would take twice the memory."""
     zeros = torch.zeros(like.shape, dtype=torch.float32)
-    if (error := torch.cuda.cudart().cudaHostRegister(zeros.data_ptr(), zeros.nbytes, 0)).value:  # type: ignore[attr-defined]
+    if (error := torch.cuda.cudart().cudaHostRegister(zeros.data_ptr(), zeros.nbytes, 0)).value:
         raise MemoryError(f"{zeros.nbytes / 1e9:.1f} GB of host memory for AdamW's moments cannot be pinned: {error}")
+    # The address may be used again, and CUDA refuses copies from memory that is half registered.
+    weakref.finalize(zeros, _unpin, zeros.data_ptr()).atexit = False
     return zeros
+
+
+def _unpin(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)

@@ -88,7 +88,7 @@ def _peak_bytes(policy: Policy, num_tokens: int, longest: int) -> int:
     """Returns the GPU memory that a pass forward and back over random answers takes at its peak, without gradients."""
     rng = np.random.default_rng(0)
     vocabulary = policy.model.config.get_text_config().vocab_size
-    samples = []
+    samples: list[Sample] = []
     while num_tokens > 0:
         length = min(num_tokens, longest)
         tokens, num_tokens = rng.integers(0, vocabulary, length + 1), num_tokens - length

@@ -20,8 +20,12 @@ from transformers import PreTrainedModel
 
 from offbeat.model.usage import own_logits
 
-CHUNK_BYTES = 2**29
-"""Size of a chunk's logits in float32. A larger chunk is no faster: 880 tokens of 152,000 words fill a GPU."""
+CHUNK_BYTES = 2**30
+"""Memory for a chunk's logits and what is computed from them. Each chunk reads and writes the whole gradient of the
+output layer, so small chunks are slow."""
+FUSED_BYTES, PLAIN_BYTES = 4, 8
+"""Bytes that a logit takes: in bfloat16 with its gradient where the work on logits is fused, otherwise in float32 with
+what is computed from it."""
 CHUNK_MULTIPLE = 128
 """Chunks are multiples of this many tokens where possible, as the tiles of matrix products are."""
 
@@ -33,7 +37,7 @@ class OutputHead:
     layer: nn.Linear
     scale: float = 1.0
     softcap: float | None = None
-    gradient_of: Callable[[nn.Parameter], Tensor | None] = lambda weight: weight
+    gradient_of: Callable[[Tensor], Tensor | None] = lambda weight: weight
     """Function from a weight to the float32 tensor whose `grad` is to get the weight's gradient; None: not trained."""
     fuses: bool = False
     """Whether to compile the work on logits, which reads them once instead of six times."""
@@ -71,7 +75,7 @@ class OutputHead:
             hidden.append(states)
             return states[..., :1].detach()
 
-        self.layer.forward = keep  # type: ignore[method-assign]
+        self.layer.forward = keep  # type: ignore[method-assign,assignment]
         try:
             yield hidden
         finally:
@@ -84,13 +88,13 @@ class OutputHead:
 
     @property
     def chunk_tokens(self) -> int:
-        tokens = CHUNK_BYTES // (4 * self.layer.out_features)
+        tokens = CHUNK_BYTES // ((FUSED_BYTES if self.fuses else PLAIN_BYTES) * self.layer.out_features)
         return max(tokens // CHUNK_MULTIPLE * CHUNK_MULTIPLE, min(tokens, CHUNK_MULTIPLE), 1)
 
 
 def exceeds_chunk(num_targets: int, vocabulary: int) -> bool:
     """Whether the logits of so many targets take more memory than a chunk."""
-    return num_targets * vocabulary * 4 > CHUNK_BYTES
+    return num_targets * vocabulary * PLAIN_BYTES > CHUNK_BYTES
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -123,9 +127,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
             logits = linear(chosen, weight, bias)
             wrong = slope(logits, targets[part], sums[part], grads[0][part], ctx.temperature, head.scale, head.softcap)
             back.index_add_(0, rows[part], (wrong @ weight).float())
-            _add(head.gradient_of(weight), lambda wrong=wrong, chosen=chosen: _product(wrong.t(), chosen))
-            if bias is not None:
-                _add(head.gradient_of(bias), lambda wrong=wrong: wrong.float().sum(0))
+            if (owner := head.gradient_of(weight)) is not None:
+                _add_product(_gradient(owner), wrong.t(), chosen)
+            if bias is not None and (owner := head.gradient_of(bias)) is not None:
+                _gradient(owner).add_(wrong.float().sum(0))
         return back.to(hidden.dtype), None, None, None, None
 
 
@@ -175,20 +180,18 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return _made[function]
 
 
-def _product(one: Tensor, other: Tensor) -> Tensor:
-    """Returns the matrix product in float32."""
-    if one.dtype == torch.float32:
-        return one @ other
-    if one.device.type == "cuda":
-        return torch.mm(one, other, out_dtype=torch.float32)
-    return one.float() @ other.float()
-
-
-def _add(owner: Tensor | None, gradient: Callable[[], Tensor]) -> None:
-    """Adds a gradient to that of `owner`; None: the gradient is not wanted, and not computed."""
-    if owner is None:
-        return
+def _gradient(owner: Tensor) -> Tensor:
     if owner.grad is None:
-        owner.grad = gradient().reshape(owner.shape)
+        owner.grad = torch.zeros_like(owner)
+    return owner.grad
+
+
+def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
+    """Adds the product of two matrices to `total`, which is float32, without a copy of the product on a GPU."""
+    total = total.view(len(one), -1)
+    if one.dtype == total.dtype:
+        total.addmm_(one, other)
+    elif one.device.type == "cuda":
+        torch.ops.aten.addmm.dtype_out(total, one, other, total.dtype, out=total)
     else:
-        owner.grad.add_(gradient().reshape(owner.shape))
+        total.add_(one.float() @ other.float())

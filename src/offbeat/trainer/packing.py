@@ -195,25 +195,25 @@ class RowLayout:
             for line, i in enumerate(group):
                 table[line, : len(sequences[i])] = sequences[i]
                 restore[sequences[i]] = offset + line * length + np.arange(len(sequences[i]))
-            buckets.append(_to(table, self.device))
+            buckets.append(to_device(table, self.device))
             offset += table.size
-        return tuple(buckets), _to(restore, self.device)
+        return tuple(buckets), to_device(restore, self.device)
 
     @cached_property
     def varlen(self) -> Varlen:
         keys = np.concatenate([own for _, own in self.runs])
         counts, num_keys = [count for count, _ in self.runs], [len(own) for _, own in self.runs]
-        ends = [_to(np.cumsum([0, *each]).astype(np.int32), self.device) for each in (counts, num_keys)]
+        ends = [to_device(np.cumsum([0, *each]).astype(np.int32), self.device) for each in (counts, num_keys)]
         first_uses = np.cumsum([0, *np.bincount(keys, minlength=self._size)[:-1]])
         uses = np.argsort(keys, kind="stable")
         return Varlen(
-            keys=_to(keys, self.device),
+            keys=to_device(keys, self.device),
             query_ends=ends[0],
             key_ends=ends[1],
             max_queries=max(counts),
             max_keys=max(num_keys),
-            uses=_to(uses, self.device),
-            first_uses=_to(first_uses, self.device),
+            uses=to_device(uses, self.device),
+            first_uses=to_device(first_uses, self.device),
         )
 
     @property
@@ -300,7 +300,7 @@ def pack(samples: Sequence[Sample], chosen: Sequence[int], device: torch.device)
         num_predict += own
 
     def joined(parts: Sequence[np.ndarray]) -> Tensor:
-        return _to(np.concatenate(parts).astype(np.int64), device)
+        return to_device(np.concatenate(parts).astype(np.int64), device)
 
     return Microbatch(
         samples=tuple(chosen),
@@ -313,7 +313,7 @@ def pack(samples: Sequence[Sample], chosen: Sequence[int], device: torch.device)
     )
 
 
-def _to(array: np.ndarray, device: torch.device) -> Tensor:
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """Returns the array as a tensor on `device`. A copy to a GPU does not wait for the work that is queued there."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

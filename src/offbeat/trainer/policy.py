@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -259,8 +259,10 @@ def _add_to(master: Tensor) -> Callable[[Tensor], None]:
 
     def hook(parameter: Tensor) -> None:
         assert parameter.grad is not None
-        gradient = parameter.grad.float()
-        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        if master.grad is None:
+            master.grad = parameter.grad.float()
+        else:
+            master.grad.add_(parameter.grad)  # rounds nothing: the sum is computed in float32
         parameter.grad = None
 
     return hook
@@ -354,7 +356,8 @@ def _at(
     """Runs the model and returns outputs at chosen positions: those at `columns` of every row are joined, row after
     row, and of these the ones with the indices `cells` are returned."""
     options = {"logits_to_keep": columns} if usage.picks_logits else {}
-    with nullcontext([]) if output is None else output.deferred() as hidden:
+    deferred: AbstractContextManager[list[Tensor]] = nullcontext([]) if output is None else output.deferred()
+    with deferred as hidden:
         logits = model(**inputs, **options, use_cache=False).logits
     rows = hidden[0] if hidden else logits
     values = None if head is None else head.values()
@@ -401,7 +404,7 @@ def checkpoint_layers(model: PreTrainedModel, share: float) -> None:
     for i, layer in enumerate(layers):
         if int((i + 1) * share) > int(i * share):
             again = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-            layer.forward = again  # type: ignore[method-assign]
+            layer.forward = again
 
 
 def check_forward(model: PreTrainedModel, usage: Usage, is_compiled: bool = False) -> None:

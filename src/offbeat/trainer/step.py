@@ -12,7 +12,7 @@ denominators. NaN or infinity raises `NotFinite` before the update that it would
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from offbeat.trainer.advantages import Advantage, Credit, GaeSettings, credit, group_normalised
-from offbeat.trainer.audit import SegmentFinding, audit, witness
+from offbeat.trainer.audit import SegmentFinding, audit, found_segments, witness
 from offbeat.trainer.losses import (
     MAX_LOG_RATIO,
     Correction,
@@ -41,7 +41,7 @@ from offbeat.trainer.losses import (
 )
 from offbeat.trainer.microbatch_size import MicrobatchSize
 from offbeat.trainer.not_finite import NotFinite
-from offbeat.trainer.packing import Microbatch, Sample, pack, plan
+from offbeat.trainer.packing import Microbatch, Sample, pack, plan, to_device
 from offbeat.trainer.policy import Forward, Policy
 
 
@@ -98,7 +98,7 @@ def train_step(
 
             def forget(before: StepAccumulator = before) -> None:
                 policy.optimizer.zero_grad(set_to_none=True)
-                step.sums = deepcopy(before)
+                step.sums, step.pending = deepcopy(before), []
 
             size.fitting(partial(step.accumulate, part), forget)
             norms.append(policy.update(lr))
@@ -190,6 +190,10 @@ class StepInProgress:
         """Log-probs of older tokens under the weights of their own version, by sample; NaN: not computed."""
         self.credit = Credit((), None, 0.0)
         self.sums = StepAccumulator()
+        self.pending: list[tuple[Microbatch, dict[str, Tensor]]] = []
+        """Numbers of the update's micro-batches that lie on the device still."""
+        self.places: dict[tuple[int, ...], tuple[tuple[int, int], ...]] = {}
+        """Segments audited in a micro-batch, by its samples."""
 
     def begin(self, parts: Sequence[Sequence[int]]) -> None:
         """Computes the advantages. For several updates or a value head, first computes the log-probs and values at the
@@ -232,9 +236,10 @@ class StepInProgress:
             self._learn(batch, weights, totals)
         for batch in self._microbatches(silent):
             self._measure(batch)
+        self._settle()
 
     def _learn(self, batch: Microbatch, weights: dict[int, np.ndarray], totals: Totals) -> None:
-        settings, sums = self.settings, self.sums
+        settings = self.settings
         weight = self._flat([weights[i] for i in batch.samples])
         reference = self.policy.logprobs(batch, self.reference) if self.reference is not None else None
 
@@ -253,71 +258,102 @@ class StepInProgress:
             if settings.gae is not None:
                 value = self._value_loss(batch, found, tokens, totals)
                 total = total + settings.gae.value_coef * value
-            sums.add(tokens, correction, token.clipped, self._fresh(batch))
-            loss_sum, divergence_sum, value_sum = torch.stack([total.detach(), kl_sum, value.detach()]).tolist()
-            if not np.isfinite(loss_sum):
-                wrong = (~costs.detach().isfinite()).nonzero()  # empty if only the sum or another term is not finite
-                raise NotFinite("the loss", *(self._locate(batch, int(wrong[0])) if len(wrong) else ()))
-            sums.loss, sums.kl, sums.value_loss = (
-                sums.loss + loss_sum,
-                sums.kl + divergence_sum,
-                sums.value_loss + value_sum,
-            )
+            parts = {"loss": total.detach(), "kl": kl_sum, "value_loss": value.detach()}
+            parts["wrong_cost"] = _first_true(~costs.detach().isfinite())
+            self._note(batch, tokens, correction, token.clipped, parts)
             return total
 
         self.policy.forward_backward(batch, loss)
-        self._count(batch)
 
     def _measure(self, batch: Microbatch) -> None:
         """Adds samples without a gradient, whose advantage is 0, to the step's metrics; makes no backward pass."""
         start = self._start(batch)
         tokens = self._tokens(batch, self.policy.logprobs(batch) if start is None else start, None)
-        self.sums.add(tokens, correct(tokens, self.settings.correction), None, self._fresh(batch))
-        self._count(batch)
+        self._note(batch, tokens, correct(tokens, self.settings.correction), None, {})
 
     def _tokens(self, batch: Microbatch, logprobs: Tensor, reference: Tensor | None) -> Tokens:
-        """Audits a micro-batch, records the findings, and returns the tokens for the loss; samples that fail the audit
-        are masked. Raises `NotFinite` if a trained token has NaN or infinity."""
+        """Audits a micro-batch and returns the tokens for the loss; samples that fail the audit are masked, and so are
+        trained tokens with NaN or infinity."""
         chosen = [self.samples[i] for i in batch.samples]
         start = self._start(batch)
         proximal = logprobs.detach() if start is None else start
-        mask = np.concatenate([sample.mask for sample in chosen])
+        mask = to_device(np.concatenate([sample.mask for sample in chosen]), logprobs.device)
         lengths = [sample.num_tokens for sample in chosen]
+        sequence = self._whole([np.repeat(np.arange(len(chosen)), lengths)])
+        noted: dict[str, Tensor] = {}
         if self.settings.max_sample_gap is not None:
             witnessed = [self.witnessed.get(i) for i in batch.samples]
-            findings = audit(chosen, proximal.cpu().numpy(), self.settings.max_sample_gap, witnessed)
-            self.sums.left_out += [i for i, is_off in zip(batch.samples, findings.is_off, strict=True) if is_off]
-            self.sums.compared += [found._replace(sample=batch.samples[found.sample]) for found in findings.segments]
-            mask &= np.repeat(~findings.is_off, lengths)
-        tokens, wrong_tokens = clean(
+            findings = audit(chosen, proximal, self.settings.max_sample_gap, witnessed)
+            mask = mask & ~findings.is_off[sequence]
+            noted = {"is_off": findings.is_off, "counts": findings.counts}
+            self.places[batch.samples] = findings.places
+        tokens, wrong = clean(
             Tokens(
                 logprobs=logprobs,
                 proximal=proximal,
                 behaviour=self._flat([sample.logprobs for sample in chosen]),
                 advantages=self._flat([self.credit.advantages[i] for i in batch.samples]),
-                mask=torch.as_tensor(mask, device=logprobs.device),
-                sequence=self._whole([np.repeat(np.arange(len(chosen)), lengths)]),
+                mask=mask,
+                sequence=sequence,
                 num_sequences=len(chosen),
                 staleness=self._whole([sample.ages for sample in chosen]),
                 reference=reference,
             )
         )
-        if bool(wrong_tokens.any()):
-            self._refuse(batch, wrong_tokens.cpu().numpy(), logprobs, proximal, reference)
+        first = noted["wrong_token"] = _first_true(wrong)
+        if len(wrong):
+            given = [logprobs.detach(), proximal, *([] if reference is None else [reference])]
+            noted["finite"] = torch.stack([values.index_select(0, first.clamp(min=0)).isfinite() for values in given])
+        self.pending.append((batch, noted))
         return tokens
 
-    def _refuse(
-        self, batch: Microbatch, wrong: np.ndarray, logprobs: Tensor, proximal: Tensor, reference: Tensor | None
+    def _note(
+        self,
+        batch: Microbatch,
+        tokens: Tokens,
+        correction: Correction,
+        clipped: Tensor | None,
+        parts: dict[str, Tensor],
     ) -> None:
-        first = int(np.flatnonzero(wrong)[0])
+        """Adds what the metrics need of a micro-batch to what is pending. Nothing of it is read before `_settle`."""
+        _, noted = self.pending[-1]
+        noted |= parts
+        noted["buckets"], noted["whole"] = sums_of(tokens, correction, clipped, self._fresh(batch))
+
+    def _settle(self) -> None:
+        """Reads what is pending from the device, all at once, and adds it to the step's sums. Raises `NotFinite` for
+        the first micro-batch with NaN or infinity."""
+        pending, self.pending = self.pending, []
+        if not pending:
+            return
+        flat = [values.double().reshape(-1) for _, noted in pending for values in noted.values()]
+        read = iter(np.split(torch.cat(flat).cpu().numpy(), np.cumsum([len(values) for values in flat])[:-1]))
+        for batch, noted in pending:
+            found = {name: next(read).reshape(values.shape) for name, values in noted.items()}
+            if found["wrong_token"][0] >= 0:
+                self._refuse(batch, int(found["wrong_token"][0]), found["finite"].ravel().astype(bool).tolist())
+            loss, wrong_cost = float(found.get("loss", 0.0)), found.get("wrong_cost")
+            if not math.isfinite(loss):  # perhaps only the sum or another term is not finite
+                place = () if wrong_cost is None or wrong_cost[0] < 0 else self._locate(batch, int(wrong_cost[0]))
+                raise NotFinite("the loss", *place)
+            self.sums.add(batch.num_tokens, found)
+            if "is_off" in found:
+                is_off = found["is_off"].astype(bool)
+                self.sums.left_out += [i for i, off in zip(batch.samples, is_off, strict=True) if off]
+                segments = found_segments(self.places[batch.samples], found["counts"].tolist())
+                self.sums.compared += [one._replace(sample=batch.samples[one.sample]) for one in segments]
+
+    def _refuse(self, batch: Microbatch, first: int, finite: Sequence[bool]) -> None:
+        """Raises `NotFinite` for the target with index `first`. `finite` says of which log-probs it is finite: the
+        trainer's, those at the start of the step and, with a KL term, the reference's."""
         sample, token = self._locate(batch, first)
-        if not bool(logprobs[first].isfinite()):
+        if not finite[0]:
             what = "the trainer's log-prob"
-        elif not bool(proximal[first].isfinite()):
+        elif not finite[1]:
             what = "the trainer's log-prob at the start of the step"
         elif not np.isfinite(self.samples[sample].logprobs[token]):
             what = "the engine's log-prob"
-        elif reference is not None and not bool(reference[first].isfinite()):
+        elif not all(finite[2:]):
             what = "the reference's log-prob"
         else:
             what = "the advantage"
@@ -345,15 +381,10 @@ class StepInProgress:
         return torch.where(tokens.mask, errors, 0.0).sum() / max(totals.num_tokens, 1)
 
     def _fresh(self, batch: Microbatch) -> Tensor:
-        is_fresh = np.concatenate([self.samples[i].is_fresh for i in batch.samples])
-        return torch.as_tensor(is_fresh, device=self.policy.device)
+        return to_device(np.concatenate([self.samples[i].is_fresh for i in batch.samples]), self.policy.device)
 
     def _start(self, batch: Microbatch) -> Tensor | None:
         return self._flat([self.proximal[i] for i in batch.samples]) if self.proximal else None
-
-    def _count(self, batch: Microbatch) -> None:
-        self.sums.row_tokens += batch.num_tokens
-        self.sums.microbatches += 1
 
     def _microbatches(self, chosen: Sequence[int]) -> Iterator[Microbatch]:
         some = [self.samples[i] for i in chosen]
@@ -361,10 +392,10 @@ class StepInProgress:
             yield pack(self.samples, [chosen[i] for i in local], self.policy.device)
 
     def _flat(self, parts: Sequence[np.ndarray]) -> Tensor:
-        return torch.as_tensor(np.concatenate(parts).astype(np.float32), device=self.policy.device)
+        return to_device(np.concatenate(parts).astype(np.float32), self.policy.device)
 
     def _whole(self, parts: Sequence[np.ndarray]) -> Tensor:
-        return torch.as_tensor(np.concatenate(parts).astype(np.int64), device=self.policy.device)
+        return to_device(np.concatenate(parts).astype(np.int64), self.policy.device)
 
 
 def parts_of(samples: Sequence[Sample], count: int) -> list[list[int]]:
@@ -440,26 +471,14 @@ class StepAccumulator:
     """One column per staleness bucket; rows: number of tokens, sums of ρ, ρ² and k3, numbers of clipped and kept
     tokens. ρ is explained in `losses`."""
 
-    def add(self, tokens: Tokens, correction: Correction, clipped: Tensor | None, fresh: Tensor) -> None:
-        """Adds a micro-batch's tokens to the sums. `clipped` is None if the tokens have no gradient. `fresh` is True
-        where the engine sampled with the weights at the start of the step."""
-        mask = tokens.mask.to(torch.float32)
-        log_importance = tokens.log_importance.detach()
-        importance = log_importance.exp()
-        fresh = mask * fresh
-        clamped = (tokens.logprobs.detach() - tokens.proximal).abs() > MAX_LOG_RATIO
-        clamped |= (tokens.proximal - tokens.behaviour).abs() > MAX_LOG_RATIO
-        rows = [mask, importance, importance.square(), torch.expm1(log_importance) - log_importance]
-        rows += [torch.zeros_like(mask) if clipped is None else clipped.to(torch.float32)]
-        rows += [correction.kept.to(torch.float32)]
-        bucket = torch.bucketize(tokens.staleness, torch.tensor(BUCKET_ENDS, device=mask.device))
-        by_bucket = torch.zeros(len(rows), len(BUCKET_NAMES), device=mask.device)
-        by_bucket.index_add_(1, bucket, torch.stack(rows) * mask)
-        whole = torch.stack(
-            [(log_importance.abs() * fresh).sum(), (tokens.behaviour * mask).sum(), fresh.sum(), (clamped * mask).sum()]
-        )
-        self.buckets += by_bucket.cpu().numpy()
-        gap, behaviour, num_fresh, num_clamped = whole.tolist()
+    def add(self, num_row_tokens: int, found: Mapping[str, np.ndarray]) -> None:
+        """Adds a micro-batch: its loss terms, and what `sums_of` returned."""
+        self.row_tokens += num_row_tokens
+        self.microbatches += 1
+        for name in ("loss", "kl", "value_loss"):
+            setattr(self, name, getattr(self, name) + float(found.get(name, 0.0)))
+        self.buckets += found["buckets"]
+        gap, behaviour, num_fresh, num_clamped = found["whole"].tolist()
         self.gap, self.entropy = self.gap + gap, self.entropy - behaviour
         self.fresh_tokens += int(num_fresh)
         self.clamped_tokens += int(num_clamped)
@@ -493,3 +512,38 @@ class StepAccumulator:
             compared=tuple(sorted(self.compared)),
             by_staleness=buckets,
         )
+
+
+def sums_of(tokens: Tokens, correction: Correction, clipped: Tensor | None, fresh: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns a micro-batch's sums, on its device: `StepAccumulator.buckets`, and over all trained tokens the log-prob
+    gap of fresh ones, the engines' log-probs, and the numbers of fresh and of clamped ones. `clipped` is None if the
+    tokens have no gradient. `fresh` is True where the engine sampled with the weights at the start of the step."""
+    mask = tokens.mask.to(torch.float32)
+    log_importance = tokens.log_importance.detach()
+    importance = log_importance.exp()
+    fresh = mask * fresh
+    clamped = (tokens.logprobs.detach() - tokens.proximal).abs() > MAX_LOG_RATIO
+    clamped |= (tokens.proximal - tokens.behaviour).abs() > MAX_LOG_RATIO
+    rows = [mask, importance, importance.square(), torch.expm1(log_importance) - log_importance]
+    rows += [torch.zeros_like(mask) if clipped is None else clipped.to(torch.float32)]
+    rows += [correction.kept.to(torch.float32)]
+    is_in = _bucket_of(tokens.staleness) == torch.arange(len(BUCKET_NAMES), device=mask.device)[:, None]
+    by_bucket = ((torch.stack(rows) * mask)[:, None] * is_in).sum(-1)  # not a product of matrices: TF32 would round it
+    whole = [(log_importance.abs() * fresh).sum(), (tokens.behaviour * mask).sum(), fresh.sum(), (clamped * mask).sum()]
+    return by_bucket, torch.stack(whole)
+
+
+def _bucket_of(staleness: Tensor) -> Tensor:
+    """Returns the index of each token's staleness bucket."""
+    bucket = torch.zeros_like(staleness)
+    for end in BUCKET_ENDS:
+        bucket += staleness > end
+    return bucket
+
+
+def _first_true(flags: Tensor) -> Tensor:
+    """Returns the index of the first True, or -1, as a tensor of one number."""
+    if not len(flags):
+        return torch.full((1,), -1, device=flags.device)
+    first = flags.to(torch.uint8).argmax(0, keepdim=True)
+    return torch.where(flags.any(), first, -1)
