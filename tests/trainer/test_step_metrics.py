@@ -92,6 +92,8 @@ def test_any_split_into_micro_batches_gives_the_same_figures(seeds):
             add(apart, cleaned, ICEPOP, clip(cleaned, LossSettings()).clipped, cleaned.staleness == 0)
     one, other = (sums.metrics([1.0], 1.0, has_values=False) for sums in (whole, apart))
     for name, value in one.row().items():
+        if name == "num_microbatches":
+            continue
         assert other.row()[name] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), name
 
 
