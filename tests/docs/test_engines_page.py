@@ -36,7 +36,7 @@ def options(words: list[str]) -> set[tuple[str, ...]]:
 
 def started_by_a_worker(engine: str) -> list[str]:
     config = load(None, [f"--rollout.engine={engine}", "--rollout.workers=1"])
-    return command(config, EngineMachine("python", num_gpus=1), PORT)
+    return command(config, EngineMachine("python", 1, 0.85), PORT)
 
 
 @pytest.mark.parametrize("engine, words", [("vllm", VLLM), ("sglang", SGLANG)])
@@ -68,7 +68,7 @@ def with_adapters() -> Config:
 
 def test_a_server_for_adapters_is_started_with_what_a_worker_starts_its_own_with():
     (shown,) = re.findall(r"`(--enable-lora [^`]*)`", PAGE.read_text())
-    assert options(shown.split()) <= options(command(with_adapters(), EngineMachine("python", num_gpus=1), PORT))
+    assert options(shown.split()) <= options(command(with_adapters(), EngineMachine("python", 1, 0.85), PORT))
     (ranks,) = re.findall(r"can be started for are ([\d, and]+);", " ".join(PAGE.read_text().split()))
     assert tuple(map(int, re.findall(r"\d+", ranks))) == RANKS
 

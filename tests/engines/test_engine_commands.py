@@ -15,7 +15,7 @@ from offbeat.errors import UserError
 from offbeat.model.loading import TINY_FOLDER
 
 SOCKET, PORT = ("--uds", "/private/engine"), ("--host", "127.0.0.1", "--port", "8123")
-CPU, GPU = EngineMachine("/env/bin/python", 0), EngineMachine("/env/bin/python", 2)
+CPU, GPU = EngineMachine("/env/bin/python", 0, 0.5), EngineMachine("/env/bin/python", 2, 0.5)
 
 
 def configured(**keys):
@@ -51,7 +51,7 @@ def test_vllm_listens_at_a_socket_and_takes_tokens_alone():
 
 
 def test_on_a_gpu_it_is_told_its_share_of_memory_and_how_weights_come():
-    config = configured(engine__memory_share=0.5, engine__tensor_parallel=2)
+    config = configured(engine__tensor_parallel=2)
     told = options(command(config, GPU, SOCKET, ipc=True))
     assert (told["--dtype"], told["--gpu-memory-utilization"], told["--tensor-parallel-size"]) == (
         "bfloat16",
@@ -161,7 +161,13 @@ def test_an_interpreter_that_is_none_is_refused_by_name(python, why):
 
 
 def test_an_interpreter_tells_what_it_finds(tmp_path):
-    for name, text in {"vllm": "", "torch": "class cuda:\n    device_count = staticmethod(lambda: 3)\n"}.items():
+    cuda = "class cuda:\n    device_count = lambda: 3\n    mem_get_info = lambda number: (10, 400)\n"
+    for name, text in {"vllm": "", "torch": cuda}.items():
         (tmp_path / f"{name}.py").write_text(text)
-    found = asyncio.run(probe_interpreter(configured(), {"PYTHONPATH": str(tmp_path)}))
-    assert found == EngineMachine(sys.executable, 3)
+
+    def probed(share_of=None, **keys):
+        return asyncio.run(probe_interpreter(configured(**keys), {"PYTHONPATH": str(tmp_path)}, share_of=share_of))
+
+    assert probed() == EngineMachine(sys.executable, 3, 0.85)
+    assert probed(engine__memory_share=0.5) == EngineMachine(sys.executable, 3, 0.5)
+    assert probed(lambda num_bytes: num_bytes / 1000) == EngineMachine(sys.executable, 3, 0.4)

@@ -213,9 +213,10 @@ def test_an_engine_on_the_same_gpu_leaves_less_to_train_with():
     def check(*words: str) -> Finding:
         return check_memory(config(*SERVED, *words), 2 * 10**9, "cuda:0", 139 * GB, 140 * GB, starts_server=True)
 
-    assert "the engine leaves 21.0 GB" in check().text
-    assert check().remedy.startswith("--engine.memory-share 0.61")
-    assert check("--engine.memory-share=0.6").level is Level.FINE
+    most = check("--engine.memory-share=0.85")
+    assert "the engine leaves 21.0 GB" in most.text
+    assert most.remedy.startswith("--engine.memory-share 0.61")
+    assert check("--engine.memory-share=0.6").level is check().level is Level.FINE
 
 
 def test_a_report_names_no_home_and_no_password_and_stops_come_first():

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
     if arguments.engine_url:
         overrides = [*overrides, f"--engine.url={arguments.engine_url}"]
-    parent_watch.watch_parent()
+    is_supervised = parent_watch.watch_parent()  # then it was started by the run itself, on the trainer's machine
     with own_folder(arguments.dir, arguments.name, arguments.join) as (folder, name):
         invitation = invitation_of(arguments, Role(arguments.role), folder, name)
         if invitation.role is Role.REWARD:
@@ -57,5 +57,10 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
             raise UserError("--peer-address needs --site, the name of the site whose workers fetch weights there")
         site = Site(arguments.site, read_address(arguments.peer_address) if arguments.peer_address else None)
         shares_disk = not arguments.fetch_weights
-        working = work(invitation, overrides, site, shares_disk=shares_disk, engine_log=arguments.engine_log)
+        working = work(
+            *(invitation, overrides, site),
+            shares_disk=shares_disk,
+            engine_log=arguments.engine_log,
+            beside_trainer=is_supervised,
+        )
         return exit_status(f"worker {name}", asyncio.run(working))

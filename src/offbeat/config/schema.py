@@ -209,6 +209,8 @@ def _correction(config: Config) -> Correction:
 
 SERVED = ("vllm", "sglang")
 """Engines that run as a server process, perhaps in another Python environment."""
+ALONE_SHARE = 0.85
+"""Share of a GPU's memory for a server that has the GPU to itself, where engine.memory_share = "auto"."""
 MICROBATCH_TOKENS = 16384
 """Tokens of a micro-batch where batch.tokens_per_microbatch = "auto" measures none."""
 MIN_GROUP = 2
@@ -670,14 +672,21 @@ class EngineConfig(Section):
     """Python of the environment with the engine. Without it, the one that runs Offbeat."""
     tensor_parallel: int = free(1, ge=1)
     """GPUs per server (tensor parallelism)."""
-    memory_share: float = free(0.85, gt=0, lt=1)
-    """Share of each GPU's memory that the server may take."""
+    memory_share: Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] = free("auto")
+    """Share of each GPU's memory that the server may take. auto: 0.85; on the trainer's GPU, half of what the trainer's
+    weights and optimizer leave."""
     arguments: list[str] = free([])
     """Further arguments for the server's command line."""
+
     start_within_s: float = free(600.0, gt=0)
     """Longest wait for a started server to respond."""
     weights: Literal["auto", "path", "ipc"] = free("auto")
     """Transfer of new weights into the server. path: files. ipc: GPU memory. auto: ipc on a GPU."""
+
+    @property
+    def assumed_share(self) -> float:
+        """Share of a GPU's memory for a server that has the GPU to itself."""
+        return ALONE_SHARE if self.memory_share == "auto" else self.memory_share
 
 
 class PacedConfig(Section):

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from offbeat.config.schema import SERVED, Config
 from offbeat.errors import UserError
+from offbeat.launch.gpu_memory import server_share
 from offbeat.model.loading import resolve
 
 if TYPE_CHECKING:
@@ -75,13 +77,15 @@ class OwnEngine:
         print(f"worker {self.name}: engine: {text}", flush=True)
 
 
-def engines_of(config: Config, name: str, folder: Path, log: Path | None = None) -> Engines:
+def engines_of(
+    config: Config, name: str, folder: Path, log: Path | None = None, *, beside_trainer: bool = False
+) -> Engines:
     """Returns the opener of engines for worker `name`. The output of an engine's server goes to file `log`; None: to a
-    file in `folder`, the worker's folder."""
+    file in `folder`, the worker's folder. `beside_trainer`: the server shares its GPU with the trainer."""
     if config.rollout.engine in SERVED:
         from offbeat.engines.process.lifecycle import ServerEngines
 
-        return ServerEngines(config, name, folder, log)
+        return ServerEngines(config, name, folder, log, partial(server_share, config) if beside_trainer else None)
     return OwnEngine(config, name)
 
 

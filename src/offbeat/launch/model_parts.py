@@ -21,10 +21,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from offbeat.config import resolved, secrets
-from offbeat.config.schema import SERVED, Config, resolve_loss
+from offbeat.config.schema import Config, resolve_loss
 from offbeat.engines.embedded import EmbeddedEngine
 from offbeat.errors import UserError
 from offbeat.launch import wiring
+from offbeat.launch.gpu_memory import servers_bytes
 from offbeat.locate import locate
 from offbeat.model.devices import be_deterministic, device_name, memory_bytes, pick_device, pick_dtype
 from offbeat.model.loading import load_model
@@ -153,7 +154,7 @@ def _fits_without_moments_alone(config: Config, model: PreTrainedModel) -> bool:
     if model.device.type != "cuda" or memory is None:
         return False
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    room = STATE_SHARE * memory[1] - _engine_bytes(config, model.device)
+    room = STATE_SHARE * memory[1] - servers_bytes(config, memory[1])
     needed = sum(parameter.nbytes for parameter in model.parameters()) + STATE_BYTES * num_trained
     if needed <= room:
         return False
@@ -178,18 +179,12 @@ def make_microbatch_size(config: Config, policy: Policy, folder: Path, event: Ca
 
     size = MicrobatchSize(config.batch.assumed_tokens, not config.run.exact, on_change)
     if is_measured:
-        stored = file.read()
-        size.tokens = stored or measured(policy, _engine_bytes(config, policy.device), _longest(config))
+        stored, memory = file.read(), memory_bytes(policy.device)
+        num_taken = servers_bytes(config, memory[1]) if memory else 0
+        size.tokens = stored or measured(policy, num_taken, _longest(config))
         if stored is None:
             on_change(size.tokens)
     return size
-
-
-def _engine_bytes(config: Config, device: torch.device) -> int:
-    """Returns the GPU memory that an engine's server on this machine takes."""
-    has_server = config.rollout.engine in SERVED and bool(config.rollout.workers)
-    memory = memory_bytes(device)
-    return int(config.engine.memory_share * memory[1]) if has_server and memory else 0
 
 
 def _longest(config: Config) -> int:

@@ -147,11 +147,13 @@ async def work(
     *,
     shares_disk: bool = True,
     engine_log: Path | None = None,
+    beside_trainer: bool = False,
 ) -> str | None:
     """Joins a run and works until it is over; returns the reason if it was stopped earlier, else None.
 
     Weight files of a trusted coordinator on this machine are read in place, unless `shares_disk` is False. The output
-    of an engine's server goes to file `engine_log`; None: to a file in the worker's folder.
+    of an engine's server goes to file `engine_log`; None: to a file in the worker's folder. `beside_trainer`: the
+    server shares its GPU with the trainer.
     """
     async with AsyncExitStack() as stack:
         member = await stack.enter_async_context(joined(invitation, overrides))
@@ -160,7 +162,9 @@ async def work(
         spool = Spool(invitation.folder / "spool" / member.run)
         stack.callback(spool.close)
         with interruptible():
-            engines = engines_of(member.config, member.worker, invitation.folder, engine_log)
+            engines = engines_of(
+                member.config, member.worker, invitation.folder, engine_log, beside_trainer=beside_trainer
+            )
         stack.push_async_callback(engines.close)
         metrics, has_base = WorkerMetrics(), HasAdapterBase(engines, member.config)
         cache = invitation.folder / "weights"

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +27,12 @@ SGLANG_OWN_TOKENS = 6
 PROBE = """\
 import importlib.util, json, sys
 has = importlib.util.find_spec(sys.argv[1]) is not None
-gpus = 0
+gpus = bytes = 0
 if has and sys.argv[2] == "gpus":
     import torch
     gpus = torch.cuda.device_count()
-print(json.dumps({"has": has, "gpus": gpus}))
+    bytes = torch.cuda.mem_get_info(0)[1] if gpus else 0
+print(json.dumps({"has": has, "gpus": gpus, "bytes": bytes}))
 """
 PROBE_WITHIN_S = 300.0
 """Deadline of the probe; importing torch takes long on a busy machine or a network disk."""
@@ -42,17 +43,24 @@ makes SGLang return log-probs before temperature."""
 
 @dataclass(frozen=True)
 class EngineMachine:
-    """Path of the engine's Python interpreter, and the number of GPUs that it sees."""
+    """Path of the engine's Python interpreter, the number of GPUs that it sees, and the share of their memory that the
+    server may take."""
 
     python: str
     num_gpus: int
+    memory_share: float
 
 
 async def probe_interpreter(
-    config: Config, environment: Mapping[str, str], *, counts_gpus: bool = True
+    config: Config,
+    environment: Mapping[str, str],
+    *,
+    counts_gpus: bool = True,
+    share_of: Callable[[int], float] | None = None,
 ) -> EngineMachine:
     """Runs the engine's interpreter, with the variables in `environment`, to count its GPUs. Raises a `UserError` if it
-    cannot run or lacks the engine's package. Without `counts_gpus`, reports 0 GPUs and saves the import of torch."""
+    cannot run or lacks the engine's package. Without `counts_gpus`, reports 0 GPUs and saves the import of torch.
+    `share_of` returns the share of a GPU's memory, given its bytes; without it, the GPU is the server's alone."""
     engine, python = config.rollout.engine, sys.executable
     if config.engine.python:
         python = str(Path(config.engine.python).expanduser())
@@ -85,7 +93,8 @@ async def probe_interpreter(
             f'rollout.engine = "{engine}": {python} has no package {engine}; install it there, or name the Python of '
             "an environment that has it with --engine.python"
         )
-    return EngineMachine(python, found["gpus"])
+    share = share_of(found["bytes"]) if share_of and found["gpus"] else config.engine.assumed_share
+    return EngineMachine(python, found["gpus"], share)
 
 
 def environment(config: Config, ours: Mapping[str, str]) -> dict[str, str]:
@@ -170,7 +179,7 @@ def _vllm(config: Config, machine: EngineMachine, ipc: bool) -> list[str]:
         "--seed": str(config.run.seed),
     }
     if machine.num_gpus:
-        words["--gpu-memory-utilization"] = f"{config.engine.memory_share:g}"
+        words["--gpu-memory-utilization"] = f"{machine.memory_share:g}"
     if ipc:
         words["--weight-transfer-config"] = json.dumps({"backend": "ipc"})
     words.update(_lora(config, machine))
@@ -200,7 +209,7 @@ def _sglang(config: Config, machine: EngineMachine) -> list[str]:
         "--context-length": str(_context(config) + SGLANG_OWN_TOKENS),
         "--max-running-requests": str(config.rollout.slots),
         "--tp-size": str(config.engine.tensor_parallel),
-        "--mem-fraction-static": f"{config.engine.memory_share:g}",
+        "--mem-fraction-static": f"{machine.memory_share:g}",
         "--stream-interval": str(STREAM_TOKENS),
         "--random-seed": str(config.run.seed),
         "--log-level-http": "warning",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -38,11 +39,18 @@ class ServerEngines:
 
     has_next = True
 
-    def __init__(self, config: Config, name: str, folder: Path, log: Path | None = None):
+    def __init__(
+        self,
+        config: Config,
+        name: str,
+        folder: Path,
+        log: Path | None = None,
+        share_of: Callable[[int], float] | None = None,
+    ):
         """`name` is the worker's name, and `folder` belongs to this worker alone. The server's output goes to `log`;
-        None: to a file in `folder`."""
+        None: to a file in `folder`. `share_of`: see `commands.probe_interpreter`."""
         self.config, self.name, self.url = config, name, config.engine.url or ""
-        self._folder, self._log_file = folder, log or folder / LOG
+        self._folder, self._log_file, self._share_of = folder, log or folder / LOG, share_of
         self._server: EngineServer | None = None
         self._uses_ipc = config.engine.weights == "ipc"
         self._restarts = Restarts(time.monotonic)
@@ -116,7 +124,7 @@ class ServerEngines:
     async def _make_server(self) -> EngineServer:
         config = self.config
         environment = commands.environment(config, os.environ)
-        machine = await commands.probe_interpreter(config, environment)
+        machine = await commands.probe_interpreter(config, environment, share_of=self._share_of)
         self._uses_ipc = commands.uses_ipc(config, machine, sees_gpu=machine.num_gpus > 0 and _sees_gpu())
         return EngineServer(
             config.rollout.engine,

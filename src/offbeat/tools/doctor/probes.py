@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.config import Config, from_dict
 from offbeat.config.schema import SERVED
-from offbeat.config.summary import BYTES_PER_PARAMETER, disk_bytes, size
+from offbeat.config.summary import disk_bytes, size
 from offbeat.errors import OffbeatError, UserError
 from offbeat.extras import hidden
+from offbeat.launch.gpu_memory import server_share, training_bytes
 from offbeat.tools.doctor.report import Finding, Level, judged
 
 if TYPE_CHECKING:
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 DRIVERS = {"CUDA": Path("/proc/driver/nvidia/version"), "ROCm": Path("/dev/kfd")}
 CGROUP = Path("/sys/fs/cgroup")
 SIDE = 64
-FLOAT_BYTES = 4
-"""Bytes per parameter of master weights, of each of the two moments, and of gradients, all in float32."""
 SLOW_FSYNC_S = 0.05
 """Flush time above which a disk counts as slow: every submission waits for a flush."""
 START = (
@@ -103,7 +102,7 @@ def check_memory(
     """Checks that the device has enough memory for training, besides the share that an engine's server on it takes."""
     parts = training_bytes(config, parameters, on_gpu=device != "cpu")
     needed = sum(parts.values())
-    left = int(total * (1 - config.engine.memory_share))
+    left = int(total * (1 - server_share(config, total)))
     kinds = ", ".join(f"{kind} {size(num_bytes)}" for kind, num_bytes in parts.items())
     text = f"at least {size(needed)} on {device} ({kinds}), besides activations and KV"
     if starts_server and device.startswith("cuda") and needed > left:
@@ -116,19 +115,6 @@ def check_memory(
     remedy = "a smaller model, a larger device" + ("" if config.model.lora_rank else ", or --model.lora-rank 16")
     level = Level.STOPS if needed > total else Level.WARNS
     return judged("training", text, bad=needed > free, remedy=remedy, level=level)
-
-
-def training_bytes(config: Config, num_parameters: int, *, on_gpu: bool) -> dict[str, int]:
-    """Returns the least memory that trainer and embedded engine need on one device, besides activations and KV, as
-    bytes by purpose."""
-    dtype = "bfloat16" if config.model.dtype == "auto" and on_gpu else config.model.dtype
-    weights, has_engine = BYTES_PER_PARAMETER[dtype] * num_parameters, config.rollout.engine == "embedded"
-    engine = {"engine": weights} if has_engine else {}
-    if config.model.lora_rank:  # the frozen weights also serve as the reference; adapters are too small to count
-        return {"weights": weights, **engine}
-    state = {"weights": FLOAT_BYTES * num_parameters + weights * (dtype == "bfloat16")}
-    state |= {"optimizer": 2 * FLOAT_BYTES * num_parameters, "gradients": FLOAT_BYTES * num_parameters}
-    return state | engine | ({"reference": weights} if config.loss.kl_coef > 0 else {})
 
 
 def machine_memory() -> tuple[int, int]:
