@@ -54,13 +54,13 @@ runs gave 9.2 and 5.8 for the same ratio."""
 
 def at_least(target: float, values: Sequence[float], *, quick: bool) -> Bar:
     """Compares the median of repeated runs with a lower bound."""
-    holds = statistics.median(values) >= target
+    holds = bool(statistics.median(values) >= target)  # numpy's own are not JSON
     return _bar(target, values, _decided(target, values, holds, quick))
 
 
 def at_most(target: float, values: Sequence[float], *, quick: bool) -> Bar:
     """Compares the median of repeated runs with an upper bound."""
-    holds = statistics.median(values) <= target
+    holds = bool(statistics.median(values) <= target)
     return _bar(target, values, _decided(target, values, holds, quick))
 
 
@@ -70,7 +70,8 @@ def _decided(target: float, values: Sequence[float], holds: bool, quick: bool) -
 
 
 def _bar(target: float, values: Sequence[float], holds: bool | None) -> Bar:
-    return Bar(round(statistics.median(values), 3), target, holds, (round(min(values), 3), round(max(values), 3)))
+    least, middle, most = (round(float(value), 3) for value in (min(values), statistics.median(values), max(values)))
+    return Bar(middle, target, holds, (least, most))
 
 
 def machine() -> dict[str, Any]:
