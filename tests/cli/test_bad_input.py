@@ -167,6 +167,7 @@ def test_a_model_whose_window_is_too_small_is_told(offbeat):
     assert refuses_to_begin(offbeat, "--rollout.max-prompt-tokens=600") == told + "lower one of them"
 
 
+@pytest.mark.full
 def test_rewards_that_fail_now_and_then_are_left_out_counted_and_never_zero(offbeat):
     (offbeat.folder / "data.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     status, out, errors = offbeat(
