@@ -80,6 +80,12 @@ SCALE = {"seconds at 1,024 accelerators": 2.0, "seconds at 16,384 accelerators":
 BARS |= {"partial": PARTIAL, "partial_learning": LEARNING, "hex_replay": HEX}
 TRAIN_SPEED = {"answer tokens/s over plain transformers": 1.0, "share of peak": 0.35}
 BARS |= {"planner_contest": CONTEST, "planner_scale": SCALE, "train_speed": TRAIN_SPEED}
+ONE_GPU = {
+    f"{figure}, {case}": target
+    for case, card_gb in (("lora", 24), ("full", 80))
+    for figure, target in {"peak GB": card_gb, "next step s": 60, "first step after restart s": 30}.items()
+} | {"ledger findings": 0}
+BARS |= {"one_gpu": ONE_GPU}
 ARCHITECTURES = {
     "architectures attempted": 120,
     "disagreements": 0,
@@ -94,6 +100,7 @@ DECIDES_NOTHING = {
     "planner_contest": list(CONTEST),
     "planner_scale": [],
     "train_speed": list(TRAIN_SPEED),
+    "one_gpu": list(ONE_GPU),
     "ledger": ["seconds of a claim over bare SQLite", "seconds of a claim, large over small"],
     "swarm": ["submissions/s over a server without a ledger", "memory growth in five minutes"],
     "async_vs_sequential": ["samples to 80% of the gain, overlap over alternate"],
