@@ -82,6 +82,12 @@ TRAIN_SPEED = {"answer tokens/s within 60 GiB": 42_000, "over the best varlen": 
 TRAIN_SPEED |= {"share of peak": 0.35, "peak GiB of 32k with checkpointing": 60}
 TRAIN_SPEED |= {"head GB": 1.5, "head over one chunk": 1.08, "head difference": 0}
 BARS |= {"planner_contest": CONTEST, "planner_scale": SCALE, "train_speed": TRAIN_SPEED}
+ONE_GPU = {
+    f"{figure}, {case}": target
+    for case, card_gb in (("lora", 24), ("full", 80))
+    for figure, target in {"peak GB": card_gb, "next step s": 60, "first step after restart s": 30}.items()
+} | {"ledger findings": 0}
+BARS |= {"one_gpu": ONE_GPU}
 ARCHITECTURES = {
     "architectures attempted": 120,
     "disagreements": 0,
@@ -96,6 +102,7 @@ DECIDES_NOTHING = {
     "planner_contest": list(CONTEST),
     "planner_scale": [],
     "train_speed": list(TRAIN_SPEED),
+    "one_gpu": list(ONE_GPU),
     "ledger": ["seconds of a claim over bare SQLite", "seconds of a claim, large over small"],
     "swarm": ["submissions/s over a server without a ledger", "memory growth in five minutes"],
     "async_vs_sequential": ["samples to 80% of the gain, overlap over alternate"],
