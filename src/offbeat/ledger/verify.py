@@ -25,7 +25,7 @@ from offbeat.trajectory import Trajectory
 
 
 class Rule(NamedTuple):
-    """An invariant of the tables. Rules trust no stored sum, but compare it with the rows that it adds up."""
+    """An invariant of the tables. Rules recompute each stored sum from the rows that it adds up."""
 
     message: str
     """Format string for the columns of an offending row."""
