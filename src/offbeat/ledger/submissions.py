@@ -10,8 +10,8 @@ version's step; otherwise at least one segment's version is within the staleness
 whole trajectory must also have ended as it claims: by a stop token or at full length.
 
 Each segment is stored with the worker that submitted it first. After a task has failed or was dropped, a partial is
-refused, but a whole trajectory is stored, and its tokens count as wasted. It need not begin with the task's partial, and
-its versions may be of any step.
+refused, but a whole trajectory is stored, and its tokens count as wasted. It need not begin with the task's partial,
+and its versions may be of any step.
 """
 
 from __future__ import annotations
