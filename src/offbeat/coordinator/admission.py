@@ -64,8 +64,7 @@ class LeftOut:
 
 class Issuer:
     """Draws problems and turns them into groups. A training problem gives `num_siblings` groups of `group_size` tasks
-    each; a problem for evaluation gives one group. `skips_long` says whether evaluations may leave out prompts that
-    cannot be used."""
+    each; a problem for evaluation gives one group."""
 
     def __init__(
         self,
@@ -127,9 +126,8 @@ class Issuer:
         return DrawCursor(source.name, source_ordinal, 0)
 
     def held_out(self, version: int) -> list[NewGroup]:
-        """Returns the groups of one evaluation of `version`. Every evaluation has the same problems and seeds, so that
-        results can be compared. With `skips_long`, prompts that cannot be used are left out; otherwise the first of
-        them raises `BadPrompt`."""
+        """Returns the groups of one evaluation of `version`; all evaluations have the same problems and seeds.
+        With `skips_long`, prompts that cannot be used are left out; otherwise the first of them raises `BadPrompt`."""
         groups = []
         for ordinal, (source, problem) in enumerate(self.mixture.held_out(self.eval_plan.num_prompts)):
             with suppress(*[BadPrompt] * self.skips_long):
@@ -283,9 +281,8 @@ class Provisioning:
         """Called when the batch of the current step has been claimed."""
 
     def began(self, step: int, num_slots: int, survivors: Sequence[Surviving]) -> None:
-        """Called when the version of `step` is published, which begins the work on that step's batch. `num_slots` is
-        the number of answers that all workers together can generate at once. `survivors` are the groups begun earlier
-        that are in no batch yet."""
+        """Called when the version of `step` is published, which begins the work on that step's batch. All workers
+        together can generate `num_slots` answers at once. `survivors` are groups begun earlier that are in no batch."""
 
     def trained(self, still_s: float, step_s: float) -> None:
         """Called after a step of `step_s` seconds, of which the trainer waited `still_s` for its batch."""

@@ -123,9 +123,8 @@ class Workers(Database):
 
     @transactional
     def redeem(self, token: str, name: str, capabilities: Mapping[str, Any], hashed_secret: bytes) -> JoinedWorker:
-        """Creates the worker that joins with `token`, named `name`, or `name-2` and so on if `name` is taken. A
-        repeated call with the same secret returns the same worker. Raises `Forbidden` if the token or the secret cannot
-        be used."""
+        """Creates the worker that joins with `token`, named `name`, or `name-2` and so on if taken. A repeated call
+        with the same secret returns the same worker. Raises `Forbidden` if token or secret cannot be used."""
         found = self.execute(
             "SELECT role, expires_at, used_by FROM join_tokens WHERE hash = ?", (secret_hash(token),)
         ).fetchone()

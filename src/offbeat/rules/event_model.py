@@ -60,10 +60,9 @@ class BurstRules:
 
 
 class Bursts:
-    """Simulates rounds of generation in lanes, one per over-provision factor. Each round begins by adding new groups
-    until every lane has its number of groups, `num_alive`. The groups unfinished before the first round are described
-    by `have` (tokens of each answer so far), `left` (tokens that each answer still needs) and `ages` (rounds since each
-    group began)."""
+    """Simulates rounds of generation in lanes, one per over-provision factor. Each round first fills every lane up to
+    its `num_alive` groups. Groups begun before the first round are described by `have` (tokens of each answer so far),
+    `left` (tokens that each answer still needs) and `ages` (rounds since each group began)."""
 
     def __init__(self, terms: BurstRules, num_alive: np.ndarray, have: np.ndarray, left: np.ndarray, ages: np.ndarray):
         self.terms, self._num_alive = terms, num_alive
@@ -235,8 +234,7 @@ class EventModelConfig:
     """A round ends with groups_per_step whole groups (strict), or with as many single answers as these have
     (release)."""
     resumes: bool = False
-    """Whether an unfinished answer continues from its kept KV cache; otherwise prompt and answer so far are prefilled
-    again."""
+    """Whether an unfinished answer continues from its kept KV cache; if not, its tokens are prefilled again."""
     pads: bool = False
     """Whether the engine pads: a decode step then reads number of rows (running answers) × longest context."""
     update_s: float = 0.0
@@ -336,8 +334,7 @@ def _draw_answers(
 
 
 def _stratified(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-    """Draws standard normal numbers, one from each of equally likely ranges, so that even a small sample has extreme
-    values."""
+    """Draws standard normal numbers, one from each of equally likely ranges: even a small sample has extreme values."""
     num = shape[0] * shape[1]
     return score((rng.permutation(num) + rng.random(num)) / num).reshape(shape)
 

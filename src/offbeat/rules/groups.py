@@ -139,8 +139,7 @@ class AdmissionState:
     """Progress of a run, from which `admit` decides."""
 
     step: int | None
-    """The step to train next, which is that of the newest version that is not abandoned; None before the first
-    version."""
+    """Step to train next: that of the newest version that is not abandoned; None before the first version."""
     num_alive: int
     """Number of open, ready or claimed groups that the next training step may use."""
 

@@ -41,8 +41,7 @@ class Leases:
         self.ttl_s, self._clock = ttl_s, clock
         self._deadlines: dict[int, tuple[Lease, float]] = {}
         self._due: dict[int, float] = {}
-        """Time at which each task's lease is checked next: the lease's deadline, or later if its worker has renewed
-        other leases since."""
+        """Time at which to check each task's lease: its deadline, or later if its worker renewed other leases since."""
         self._queue: list[tuple[float, int]] = []
         """Heap of pairs of check time and task; outdated entries of renewed and ended leases are skipped."""
 
@@ -182,8 +181,7 @@ class Requester:
     """Number of open tasks of all groups; set if `assign` gets only the first of these groups."""
 
     def share(self, num_open: int) -> int:
-        """Returns the worker's share of `num_open` tasks, in proportion to its slots (tasks that it can hold), but at
-        most its capacity."""
+        """Returns the worker's share of `num_open` tasks, in proportion to its slots; at most its `capacity`."""
         num_slots = self.capacity + self.num_held
         if self.total_slots is None or self.total_slots <= num_slots:
             return self.capacity

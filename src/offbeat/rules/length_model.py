@@ -42,8 +42,7 @@ class LengthDistribution:
     """Distribution of answer lengths, and their correlation within groups."""
 
     survival: np.ndarray
-    """Entry t is the share of answers with more than t tokens, for t = 0..max_tokens; no answer gets longer than
-    max_tokens."""
+    """Entry t, from 0 to max_tokens, is the share of answers with more than t tokens; answers are cut at max_tokens."""
     shared: float = 0.0
     """Fraction of the variance of length scores (standard normal scores) that is common to the members of a group."""
 
@@ -109,8 +108,7 @@ def shared_share(law: LengthDistribution, num_tokens: np.ndarray, ended: np.ndar
 
 
 def group_scores(law: LengthDistribution, num_tokens: np.ndarray, ended: np.ndarray) -> np.ndarray:
-    """Returns the probability of each value of each group's hidden score (see `evidence`), with shape (groups,
-    values)."""
+    """Returns the probability of each value of each group's hidden score; shape and parameters as for `evidence`."""
     by_score = evidence(law, num_tokens, ended, law.shared) + _GROUP_PRIOR
     likely = np.exp(by_score - by_score.max(axis=1, keepdims=True))
     return likely / likely.sum(axis=1, keepdims=True)

@@ -76,8 +76,7 @@ machine slows all factors alike."""
 MIN_GAIN = 0.03
 """Smallest predicted gain in speed over a factor of 1 that is worth training on older tokens."""
 KEEP_GAIN = 0.015
-"""Predicted gain over a factor of 1 below which the factor returns to 1; lower than MIN_GAIN, so that the factor does
-not alternate."""
+"""Gain over factor 1 below which the factor returns to 1; lower than MIN_GAIN, so that the factor does not alternate."""
 HYSTERESIS = 0.03
 IDLE_LEAD = 0.01
 """Part of a factor's predicted lead over the current factor that is not accumulated from version to version: equally
@@ -86,8 +85,7 @@ EARLY = 2.0
 """With n predictions averaged, the required gain and lead are multiplied by 1 + EARLY / n, because an average of few
 predictions is off by several per cent."""
 TIE = 0.01
-"""Of the factors whose gain is at most this much below the largest gain, the smallest factor is taken, because its
-tokens are fresher."""
+"""Of the factors with a gain at most this far below the largest, the smallest is taken: its tokens are fresher."""
 MEMORY = 10
 """Number of versions over which predictions are averaged."""
 MAX_NOTCHES = 6
@@ -130,8 +128,7 @@ class OverProvision:
         self.corrections = PredictionErrors(self.factors)
         self._seed, self._num_decided, self._num_averaged = seed, 0, 0
         self._gains = np.zeros(len(self.factors))
-        """For each factor, log(predicted tokens per second / tokens per second predicted for factor 1), averaged over
-        versions."""
+        """For each factor, log(predicted tokens per second / those predicted for factor 1), averaged over versions."""
         self._index, self._leads = 0, np.zeros(len(self.factors))
         """Index of the current factor in `factors`, and the accumulated lead of each factor over the current one."""
         self._has_moved = False

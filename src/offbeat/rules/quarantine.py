@@ -29,8 +29,7 @@ from offbeat.rules.leases import Lease
 FAILURE_WINDOW = 16
 """Number of latest attempts by which a worker is judged."""
 MAX_FAILED = 7
-"""Number of different tasks that a worker may fail within its latest `FAILURE_WINDOW` attempts; failing half of them
-is no accident."""
+"""Number of tasks that a worker may fail in its latest `FAILURE_WINDOW` attempts; failing half is no accident."""
 ASIDE_S = 300.0
 """Time for which a worker that is set aside gets no tasks. Then it may try again, because the fault may have passed. If
 the fault is still there, the worker is set aside again, and its failures of unfinished tasks again do not count."""
@@ -51,7 +50,7 @@ class _Attempts:
 
 
 class Fitness:
-    """Records the latest attempts of each worker, and which workers are set aside, that is, get no tasks for a while."""
+    """Records the latest attempts of each worker, and which workers are set aside: they get no tasks for a while."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -97,8 +96,7 @@ class Fitness:
 
 
 MIN_TIMES_TTL = 2.0
-"""A worker may hold tasks without an answer for at least this many times `ttl_s` (the lease time), however fast it
-was."""
+"""A worker may hold tasks without an answer for this many times `ttl_s`, the lease time, however fast it was."""
 OWN_MARGIN = 4.0
 """A worker may take this many times as long as the longest answer would take at its own slowest pace; then it is
 overdue. Engines slow down as they fill up and while they load weights."""
@@ -130,8 +128,7 @@ class _Begun:
 
 
 class HandInPace:
-    """Records each worker's pace in seconds per token, and its quiet time: how long it has held tasks without an
-    answer."""
+    """Pace of each worker in seconds per token, and its quiet time: how long it has held tasks without an answer."""
 
     def __init__(self, ttl_s: float, max_new_tokens: int, clock: Callable[[], float]):
         self._ttl_s, self._max_new_tokens, self._clock = ttl_s, max_new_tokens, clock

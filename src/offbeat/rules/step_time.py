@@ -21,8 +21,7 @@ from statistics import fmean, median
 import numpy as np
 
 MIN_OBSERVATIONS = 6
-"""Number of observations before the first fit: four for the four coefficients, and two more to see whether the model
-fits."""
+"""Observations before the first fit: four for the four coefficients, and two more to see whether the model fits."""
 FORGET = 0.98
 """Factor on the weight of earlier observations at each new one, so that about fifty observations count."""
 FORGET_FAST = 0.85
@@ -87,8 +86,7 @@ class StepTimeFit:
     def __init__(self) -> None:
         self.num_observations = 0
         self._gram, self._moment = np.zeros((4, 4)), np.zeros(4)
-        """Weighted sums for least squares. Each observation is divided by its seconds, so that relative errors are
-        minimised."""
+        """Weighted sums for least squares. Each observation is divided by its seconds, to minimise relative errors."""
         self._num_counted = 0.0
         self._errors: deque[float] = deque(maxlen=NUM_BLOCKS * BLOCK)
         """Log of predicted over actual seconds for each interval, predicted before the interval was observed."""
