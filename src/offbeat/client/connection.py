@@ -298,7 +298,7 @@ class Outage:
 
 
 class Retry:
-    """Pauses between attempts at one call; `pause` raises if they would last over `patience_s` seconds (None: never)."""
+    """Pauses between attempts at one call; `pause` raises once they last over `patience_s` seconds (None: never)."""
 
     def __init__(self, what: str, patience_s: float | None, outage: Outage):
         self._what, self._patience_s, self._outage = what, patience_s, outage

@@ -46,7 +46,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class RewardLease:
-    """Answer to a judge's lease call: samples (answers without a reward) to score; if there are none, `ticket` is ""."""
+    """Answer to a judge's lease call: samples (answers without a reward) to score; without any, `ticket` is ""."""
 
     ticket: str = ""
     """Identifies these samples when results are submitted; valid once and for a limited time."""
@@ -84,7 +84,7 @@ class WorkerClient(Protocol):
         ...
 
     async def give_back(self, leases: Sequence[tuple[int, int]]) -> None:
-        """Gives back leases (pairs of task and fence) of tasks without new tokens. This does not count as a failure."""
+        """Gives back leases, pairs of task and fence, under which no token was sampled. This counts as no failure."""
         ...
 
     async def round_over(self, number: int, wait_s: float) -> bool:

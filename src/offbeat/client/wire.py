@@ -304,7 +304,7 @@ class Peer(msgspec.Struct, frozen=True):
 class SourceList(msgspec.Struct, frozen=True):
     peers: list[Peer]
     guests: list[str]
-    """Hashes of the keys that the worker's own server must accept."""
+    """Hashes of the keys with which peers may fetch pieces from this worker."""
 
 
 class Missing(msgspec.Struct, frozen=True):

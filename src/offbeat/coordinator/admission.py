@@ -314,7 +314,8 @@ MAX_SHARE = 0.02
 """Largest share of the rounds' time that choosing the factor may take. It holds once all choices together have taken
 `UNRATIONED_S` seconds."""
 UNRATIONED_S = 1.0
-"""Seconds of choosing before `MAX_SHARE` limits it, so that a run with few rounds finds its factor in time."""
+"""Seconds that all choices together may take before `MAX_SHARE` applies, so that a short run finds its factor in
+time."""
 NUM_UPDATES = 8
 """Number of latest updates (from a claimed batch to the next version) whose median duration predicts the next one's."""
 

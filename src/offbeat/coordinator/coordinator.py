@@ -141,7 +141,7 @@ class StepTimes:
         self._next.last_submit_s = now_s
 
     def claimed(self, step: int) -> None:
-        """Records that the batch of `step` was claimed. A repeated claim, as by a restarted trainer, changes nothing."""
+        """Records that the batch of `step` was claimed. A repeated claim, as after a restart, changes nothing."""
         if step not in self._claimed_s:
             self._claimed_s[step] = self._next.claimed_s = self._clock()
             self._claimed, self._next = self._next, _Batch()

@@ -90,7 +90,7 @@ OTHERS_WITHIN_S = 60.0
 heartbeats, but asks for tasks several times within this time."""
 
 MIN_SUSPECTS = 256
-"""Once at least this many suspects (tasks whose worker vanished) are remembered, those that ended are forgotten."""
+"""Once this many suspects (tasks whose worker vanished) are remembered, those of them that have ended are forgotten."""
 
 
 class LeaseManager:
@@ -199,7 +199,7 @@ class LeaseManager:
                 self._on_free()
 
     async def _take_from_hoarders(self) -> None:
-        """Sets aside hoarders (workers that hold tasks too long) and frees their tasks, if others could do the tasks."""
+        """Sets aside hoarders (workers that hold tasks too long) and frees their tasks, if others can do the tasks."""
         leased = await self._share(self.ledger.leased)  # by now, answers that waited for the disk are stored
         for worker, why in self.pace.overdue().items():
             if not self._presence.others(worker, max(self.leases.ttl_s, OTHERS_WITHIN_S)):

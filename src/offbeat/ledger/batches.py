@@ -159,8 +159,8 @@ class Batches(Versions):
         return found
 
     def as_trainer(self, generation: int, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Runs `call` in one transaction if `generation` is the latest trainer's; raises if another trainer has taken
-        over."""
+        """Runs `call` in one transaction if `generation` (the number of a trainer's start) is the latest; raises
+        `RunStopped` if another trainer has taken over."""
         with self.transaction():
             self.check_generation(generation)
             return call(*args, **kwargs)

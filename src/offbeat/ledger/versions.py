@@ -74,7 +74,7 @@ class Versions(Database):
 
     @transactional
     def publish(self, version: Version) -> None:
-        """Records a version that no `commit` made: a run's first, or a checkpoint's weights under a new number."""
+        """Records a version that no `commit` records: a run's first, or a resumed checkpoint's under a new number."""
         if is_recorded(self, version):
             return
         if version.parent is None:

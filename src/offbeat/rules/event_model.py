@@ -40,7 +40,7 @@ class Flow:
     num_prefilled_again: np.ndarray
     """Prefilled tokens of answers that were begun in an earlier round; included in `num_prefilled_tokens`."""
     peak_context_tokens: np.ndarray
-    """Number of tokens in the prompts and answers of all running answers, at the decode step at which it is largest."""
+    """Largest total length in tokens, at any decode step, of all running answers with their prompts."""
     delivered_by_age: np.ndarray
     """Number of the batch's tokens, by lane and by the number of rounds since the tokens were generated."""
 
@@ -164,12 +164,12 @@ class Bursts:
 
 
 def _context(before: np.ndarray, starts: np.ndarray, made: np.ndarray, pads: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Returns two numbers per lane (simulation of one factor): the context tokens that a round reads from the KV cache,
-    and the tokens of all running rows together at the decode step at which they are most.
+    """Returns two numbers per lane (simulation of one factor): how many context tokens a round reads from the KV cache,
+    and the largest total length of all running rows at any decode step.
 
-    A row is one answer. It begins at decode step `starts` with `before` tokens and grows by one token in each of `made`
-    decode steps. `pads` says that the engine pads rows: a decode step then reads number of rows × longest row. It does
-    so separately for long and short rows; this split (`is_long_row`) is chosen when the round begins.
+    A row is one answer with its prompt. It begins at decode step `starts` with a length of `before` tokens and grows by
+    one token in each of `made` decode steps. If `pads`, the engine pads rows: a decode step reads number of rows ×
+    longest row. It does so separately for long and short rows, a split chosen when the round begins (`is_long_row`).
     """
     num_lanes = len(before)
     runs = made > 0
@@ -231,8 +231,8 @@ class EventModelConfig:
     max_context_tokens: float | None = None
     """Size of the KV cache in tokens; None: no limit."""
     gate: Literal["strict", "release"] = "strict"
-    """A round ends with groups_per_step whole groups (strict), or with as many single answers as these have
-    (release)."""
+    """strict: a round ends when groups_per_step whole groups are finished. release: it ends when as many single answers
+    are finished as groups_per_step groups have."""
     resumes: bool = False
     """Whether an unfinished answer continues from its kept KV cache; if not, its tokens are prefilled again."""
     pads: bool = False
@@ -269,7 +269,7 @@ class Outlook:
     """Share of the time that is spent on prefilling again answers that were begun in an earlier round."""
     mean_rows: float
     max_context_tokens: float
-    """Largest number of tokens that the prompts and answers of all running answers have at one time, in any round."""
+    """Largest total length in tokens, at any decode step of any round, of all running answers with their prompts."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """The over-provision controller: chooses the factor, which is groups in flight divided by groups that a step trains.
 
 Once per version, the event model simulates a dozen factors with the engines' step times and the answer lengths learnt
-so far, and with the actual unfinished groups. The controller takes the factor with the most tokens per second among
-those that keep 95 % of the tokens within the bound S (`max_staleness`) and all running answers within the KV cache.
-Measured rounds are noisy and predictions are repeatable, so the choice rests on predictions, which measured rounds
-correct slowly.
+so far, and with the actual unfinished groups. A factor is allowed if 95 % of the tokens keep within the bound S
+(`max_staleness`), and all running answers fit into the KV cache. Of the allowed factors, the controller takes the one
+with the most tokens per second. Measured rounds are noisy and predictions are repeatable, so the choice rests on
+predictions, which measured rounds correct slowly.
 
 Guarantees: the factor lies between 1 and S + 1. It is 1 while too few answers have ended, step times are unknown or
 badly predicted, or the predicted gain is too small. The factor changes at once if another factor has a large predicted
@@ -76,7 +76,7 @@ machine slows all factors alike."""
 MIN_GAIN = 0.03
 """Smallest predicted gain in speed over a factor of 1 that is worth training on older tokens."""
 KEEP_GAIN = 0.015
-"""Gain over factor 1 below which the factor returns to 1; lower than MIN_GAIN, so that the factor does not alternate."""
+"""Gain over factor 1 below which the factor falls back to 1; lower than MIN_GAIN, so that it does not alternate."""
 HYSTERESIS = 0.03
 IDLE_LEAD = 0.01
 """Part of a factor's predicted lead over the current factor that is not accumulated from version to version: equally
