@@ -1,8 +1,9 @@
 """A client's connection to the coordinator: every request has a deadline, and is retried until it is answered.
 
 Calls are idempotent or fenced, so a retry is always safe. Every body carries its digest, in both directions. Temporary
-failures (429, 5xx, a broken connection, a slow or damaged body, a proxy's answer without the digest) are retried with
-growing, jittered pauses for up to `patience_s`. Any other refusal is raised as the error that the coordinator raised.
+failures are retried with growing, jittered pauses for up to `patience_s` seconds: 429, 5xx except 504, a broken
+connection, a slow or damaged body, a proxy's answer without the digest. Any other refusal is raised as the error that
+the coordinator raised.
 """
 
 from __future__ import annotations
@@ -41,21 +42,21 @@ ERRORS: dict[int, type[OffbeatError]] = {
 }
 BROKEN = (aiohttp.ClientError, TimeoutError, OSError)
 AGAIN = (408, 429)
-"""HTTP statuses after which a call is retried, besides 5xx. The exception is 504, which ends the coordinator's own
-wait."""
+"""HTTP statuses after which a call is retried, besides 5xx. After 504 it is not: with 504, the coordinator says that a
+deadline of its own has passed."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 15.0
 MAX_RETRY_AFTER_S = 60.0
 """Longest Retry-After, in seconds, that is obeyed, because the sender may not be a coordinator."""
 OUTAGE_AFTER_S = 5.0
-"""Seconds without any answer after which a person is told; until then the coordinator may just be restarting."""
+"""Seconds without any answer after which a warning is logged; until then the coordinator may just be restarting."""
 MAX_SILENT_S = 600.0
-"""Longest time between two warnings of one outage; between the first warnings, it is shorter."""
+"""Longest time between two warnings of one outage; the first warnings follow each other sooner."""
 WORTH_A_WARNING_S = 60.0
-"""Seconds of waiting after which the retries of a single call are logged as warnings, while other calls succeed."""
+"""Seconds of waiting after which the retries of a single call are logged as warnings although other calls succeed."""
 REQUEST_WITHIN_S = 60.0
-"""Seconds in which a call must be answered, in addition to the wait that it asks for."""
+"""Seconds within which a call must be answered, in addition to the time for which it asks the coordinator to wait."""
 STREAM_WITHIN_S = 3600.0
-"""Seconds in which a file or piece must be transferred; after that, a download resumes where it stopped."""
+"""Longest duration of the request for a file or piece; after that, another request continues where it stopped."""
 SILENCE_S = 60.0
 MAX_CONNECTIONS = 64
 IDLE_S = 30.0
@@ -72,8 +73,8 @@ class DamagedInTransit(ConnectionError):
 
 
 class Connection:
-    """Makes calls to the coordinator at `url`, as the member of the run that has `secret` (None before joining).
-    Retries a call for `patience_s` seconds; None: for ever. `allow_plain` allows http to another machine."""
+    """Makes calls to the coordinator at `url`, as the worker, judge or trainer that joined with `secret` (None before
+    joining). Retries a call for `patience_s` seconds; None: for ever. `allow_plain` allows http to another machine."""
 
     def __init__(
         self,
@@ -184,7 +185,8 @@ class Connection:
     async def _good(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, within_s: float, retry: Retry
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Sends a request until it succeeds; yields the response with its body unread. Raises errors that are final."""
+        """Sends a request until it succeeds; yields the response, its body unread. Raises errors that a retry cannot
+        mend."""
         while True:
             try:
                 response = await self._request(method, path, headers, body, within_s)
@@ -263,8 +265,9 @@ class Connection:
 
 
 class Outage:
-    """Time in which no call to the coordinator is answered. Warns of it after `OUTAGE_AFTER_S`, then ever more rarely,
-    and says when it is over. A connection's calls share one `Outage`, so that calls that fail together warn once."""
+    """Measures outages, in which no call to the coordinator is answered. Logs a warning after `OUTAGE_AFTER_S` seconds,
+    then ever more rarely, and another when the outage is over. All calls of a connection share one `Outage`, so that
+    calls that fail together are logged once."""
 
     def __init__(self, url: str, patience_s: float | None, clock: Callable[[], float] = time.monotonic):
         self._url, self._patience_s, self._clock = url, patience_s, clock
@@ -295,7 +298,7 @@ class Outage:
 
 
 class Retry:
-    """Pauses between attempts at one call; `pause` raises once `patience_s` seconds are over (None: never)."""
+    """Pauses between attempts at one call; `pause` raises once they last over `patience_s` seconds (None: never)."""
 
     def __init__(self, what: str, patience_s: float | None, outage: Outage):
         self._what, self._patience_s, self._outage = what, patience_s, outage

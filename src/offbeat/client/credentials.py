@@ -1,4 +1,5 @@
-"""Stores a member's credentials on disk, so that the member keeps its name after a restart, and reads join tokens."""
+"""Stores the credentials of a worker, judge or trainer on disk, so that it keeps its name when it restarts; reads
+join tokens."""
 
 from __future__ import annotations
 

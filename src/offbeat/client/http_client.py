@@ -1,4 +1,4 @@
-"""HTTP clients of the coordinator for workers, trainers and judges.
+"""HTTP clients of the coordinator for workers, trainers and judges (which compute rewards).
 
 `join` exchanges a join token for credentials. `RemoteWorker`, `RemoteTrainer` and `RemoteJudge` implement the protocols
 of `offbeat.client.protocol` and raise the same errors as the coordinator.
@@ -35,7 +35,7 @@ T = TypeVar("T")
 POLL_S = 20.0
 """Longest wait in seconds that one request asks for; shorter than the timeouts of proxies."""
 MAX_REASON = 4000
-"""Most characters sent of a failure's reason; the rest is cut off."""
+"""Largest number of characters of a failure's reason that are sent; the rest is cut off."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Membership:
 
 
 async def join(connection: Connection, token: str, name: str, secret: str | None = None) -> Membership:
-    """Joins a run with a join token. `secret` becomes the secret of member and connection; None: a new one is made.
-    Joining again with the same token and secret returns the same worker."""
+    """Joins a run with a join token. From then on, the caller authenticates with `secret`, which `connection` sends;
+    None: a new one is made. Joining again with the same token and secret returns the same worker."""
     secret = secret or new_secret()
     call = wire.Join(name=name, secret_hash=secret_hash(secret))
     try:
@@ -71,8 +71,8 @@ async def rejoin(connection: Connection, credentials: Credentials) -> Membership
 
 
 async def _poll(call: Callable[[float], Awaitable[T]], is_done: Callable[[T], object], wait_s: float) -> T:
-    """Repeats `call(seconds it may wait)` until `is_done(answer)` is true or `wait_s` seconds have passed. Returns the
-    last answer."""
+    """Repeats `call` until `is_done(answer)` is true or `wait_s` seconds have passed; returns the last answer. The
+    argument of `call` is the number of seconds that the coordinator may wait before it answers."""
     deadline_s = time.monotonic() + wait_s
     while True:
         left_s = max(deadline_s - time.monotonic(), 0.0)
@@ -95,7 +95,7 @@ class RemoteWorker:
     ):
         """`receiver` downloads the weights; None: they are downloaded from the coordinator into the folder `cache`.
         With `shares_disk`, the weights of a coordinator on the same machine are used where they are, without a
-        download. The result of `figures` is sent with every heartbeat."""
+        download. `figures` returns measurements of this worker, which are sent with every heartbeat."""
         self._connection, self._shares_disk = connection, shares_disk
         self._receiver = receiver or CoordinatorReceiver(connection, cache)
         self._figures = figures
@@ -157,9 +157,9 @@ class RemoteTrainer:
     def __init__(
         self, connection: Connection, *, shares_disk: bool = False, store: PieceStore | None = None, signer: str = ""
     ):
-        """With `shares_disk`, the trainer writes versions into the coordinator's folder and does not send them.
-        Otherwise it sends them from `store`; None: it sends none, because all machines use one shared store. `signer`
-        is the public key that verifies this trainer's manifests; "": it signs none."""
+        """With `shares_disk`, the trainer writes versions into the coordinator's folder and sends no weights. Otherwise
+        it sends weights from `store`; None: it sends none, because all machines use one shared store. `signer` is the
+        public key that verifies this trainer's manifests; "": it signs no manifests."""
         self._connection, self._shares_disk, self._store, self._signer = connection, shares_disk, store, signer
 
     async def reconcile(

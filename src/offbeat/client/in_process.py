@@ -56,8 +56,8 @@ class InProcessWorker:
 
 
 class InProcessTrainer:
-    """Implements `TrainerClient` by direct calls to a coordinator in this process. Every call carries the generation
-    (number of the trainer's start), by which the coordinator refuses a trainer that was replaced."""
+    """Implements `TrainerClient` by direct calls to a coordinator in the same process. Every call after `reconcile`
+    names the generation (number of the trainer's start), so that the coordinator can refuse a replaced trainer."""
 
     def __init__(self, coordinator: Coordinator, name: str = "trainer"):
         self._coordinator, self._name = coordinator, name

@@ -1,7 +1,8 @@
 """Protocols of the coordinator's clients: workers, trainers and judges.
 
-The coordinator may run in this process or at a URL. Clients call the coordinator, never the other way round. A call
-that may wait takes its longest wait as an argument. Messages contain durations, never times of day.
+Workers generate answers, judges compute rewards. The coordinator may run in this process or at a URL. Clients call the
+coordinator, never the other way round. A call that may wait takes its longest wait as an argument. Messages contain
+durations, never times of day.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from offbeat.weights.version import Version
 
 @dataclass(frozen=True)
 class LeaseResponse:
-    """Answer to a worker's lease call: tasks to run, or a version to load; both are missing if there is no work."""
+    """Answer to a worker's lease call: tasks to run, or a version to load, or neither if there is nothing to do."""
 
     tasks: tuple[Task, ...] = ()
     version: Version | None = None
@@ -29,10 +30,10 @@ class LeaseResponse:
     is_over: bool = False
     """The run has ended: there are no further tasks."""
     round: int | None = None
-    """Round of those tasks that require no version, given as the number of the version that began it. These tasks stop
-    when the round ends. None: they belong to no round."""
+    """Number of the version that began the current round. When the round ends, those of the tasks stop that require no
+    version. None: the tasks belong to no round."""
     idle: str = ""
-    """Why there are no tasks, in words for a person; "": there are some, or a version to load."""
+    """Why there are no tasks, in words for a person; "": there are tasks, or a version to load."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +41,17 @@ class Heartbeat:
     """Answer to a worker's heartbeat."""
 
     lost: tuple[int, ...] = ()
-    """Tasks that this worker no longer holds: their trajectories will be refused."""
+    """Ids of the tasks that the heartbeat named, but that this worker no longer holds. It should stop them."""
 
 
 @dataclass(frozen=True)
 class RewardLease:
-    """Answer to a judge's lease call: samples whose reward the judge computes. If there are none, `ticket` is ""."""
+    """Answer to a judge's lease call: samples (answers without a reward) to score; without any, `ticket` is ""."""
 
     ticket: str = ""
     """Identifies these samples when results are submitted; valid once and for a limited time."""
     reward: str = ""
-    """Reward to compute: the name of a built-in, or `module:function` or `file.py:function` on the judge's machine."""
+    """Reward function: the name of a built-in, or `module:function` or `file.py:function` on the judge's machine."""
     inputs: tuple[RewardInput, ...] = ()
     timeout_s: float = 0.0
     """Seconds after which one sample counts as failed."""
@@ -69,8 +70,9 @@ class WorkerClient(Protocol):
         ...
 
     async def heartbeat(self, held: Sequence[tuple[int, int]]) -> Heartbeat:
-        """Renews the leases in `held`, pairs of task and fence (number of the lease). The first heartbeat of a
-        restarted worker ends all its other leases. Returns the tasks in `held` that the worker no longer holds."""
+        """Renews the leases in `held`, pairs of task and fence (number of the lease). The first heartbeat after a
+        worker's process was restarted ends all leases of the worker that `held` does not name. The answer names the
+        tasks in `held` that the worker no longer holds."""
         ...
 
     async def submit(self, trajectory: Trajectory, fence: int) -> Outcome:
@@ -78,11 +80,11 @@ class WorkerClient(Protocol):
         ...
 
     async def fail(self, task: int, fence: int, reason: str) -> None:
-        """Reports that a task failed under the lease `fence`; it is tried again until its attempts are used up."""
+        """Reports that a task failed under the lease `fence`; it is leased again until its attempts are used up."""
         ...
 
     async def give_back(self, leases: Sequence[tuple[int, int]]) -> None:
-        """Gives back leases (pairs of task and fence) of tasks without new tokens. This does not count as a failure."""
+        """Gives back leases, pairs of task and fence, under which no token was sampled. This counts as no failure."""
         ...
 
     async def round_over(self, number: int, wait_s: float) -> bool:
@@ -91,15 +93,15 @@ class WorkerClient(Protocol):
         ...
 
     async def timed(self, timings: Sequence[Timing]) -> None:
-        """Reports how long recent steps of the engine took, and the work in them."""
+        """Reports how long recent decode steps of the engine took, and the work in them."""
         ...
 
     async def newer(self, have_version: int | None, wait_s: float) -> Version | None:
-        """Waits for a version to serve that is not `have_version`; returns it, or None after `wait_s` seconds."""
+        """Waits for another version to serve than `have_version`; returns it, or None after `wait_s` seconds."""
         ...
 
     async def fetch(self, version: Version) -> Version:
-        """Downloads and verifies the files of `version` if needed; returns it with their path on this machine."""
+        """Downloads the files of `version` if needed and verifies them; returns `version` with their path here."""
         ...
 
     async def leave(self) -> None:
@@ -127,20 +129,20 @@ class TrainerClient(Protocol):
         ...
 
     async def publish(self, version: Version) -> None:
-        """Announces a version that is not the result of a batch: the first version, or that of a resumed checkpoint."""
+        """Announces the first version, or the weights of the checkpoint from which the trainer resumes."""
         ...
 
     async def claim(self, step: int, within_s: float) -> Batch:
-        """Returns the batch of `step`, the same one at every call. Waits until it is complete; raises `DeadlineError`
-        after `within_s` seconds. The batch of the following step may be claimed before this step is committed."""
+        """Waits until the batch of `step` is complete and returns it, the same one at every call. Raises
+        `DeadlineError` after `within_s` seconds. The next batch may be claimed before `step` is committed."""
         ...
 
     async def commit(
         self, step: int, version: Version, audited: Sequence[int] = (), compared: Sequence[ComparedSegment] = ()
     ) -> None:
         """Marks the batch of `step` as trained and announces the resulting version. `audited` are tasks that were left
-        out because their log-probs differ from the trainer's; `compared` are the results of comparing segments'
-        log-probs."""
+        out of the training because their log-probs differ too much from the trainer's; `compared` are the results of
+        comparing segments' log-probs."""
         ...
 
     async def checkpointed(self, step: int) -> None:
@@ -148,7 +150,7 @@ class TrainerClient(Protocol):
         ...
 
     async def report(self, row: Mapping[str, Any]) -> None:
-        """Reports a step's metrics."""
+        """Reports a step's metrics, or an event such as a resume."""
         ...
 
 
@@ -165,5 +167,5 @@ class JudgeClient(Protocol):
         ...
 
     async def leave(self) -> None:
-        """Gives all samples that are not answered yet back to the coordinator; they do not count as failed."""
+        """Leaves the run and gives back all samples without a submitted result; they do not count as failed."""
         ...

@@ -22,7 +22,7 @@ from offbeat.weights.signing import open_sealed
 from offbeat.weights.version import Version
 
 NUM_PARALLEL = 4
-"""Number of pieces sent concurrently, to use the full bandwidth of a connection with a long round trip."""
+"""Number of pieces sent concurrently, to use the full bandwidth of a network with long round trips."""
 
 
 class CoordinatorSources:
@@ -115,8 +115,8 @@ class CoordinatorReceiver(Receiver):
         report: Callable[[ReceiveFigures], None] = lambda figures: None,
         arrived: Callable[[], None] = lambda: None,
     ):
-        """`sources` provides the pieces of weights; None: the coordinator does. `before` is a function to await before
-        each fetch of a version that has a manifest. The other arguments are those of `Receiver`."""
+        """`sources` provides the pieces of weights; None: the coordinator does. `before` is awaited before each fetch
+        of a version that has a manifest. The other arguments are those of `Receiver`."""
         self.coordinator, self._before = CoordinatorSources(connection), before
         self._signers = set[str]()
         super().__init__(
@@ -139,8 +139,8 @@ class CoordinatorReceiver(Receiver):
 
 async def send_version(connection: Connection, store: PieceStore, number: int, digest: str, signer: str) -> None:
     """Sends the manifest `digest` of version `number`, signed with the key `signer`, from `store` to the coordinator.
-    First sends what this manifest refers to: the manifest of the version's delta, that of an adapter's base, and the
-    pieces that the coordinator lacks. Pieces that arrived before a crash are not sent again."""
+    First sends everything that this manifest refers to: the manifests of the version's delta and of an adapter's base
+    weights, and the pieces that the coordinator lacks. Pieces that arrived before a crash are not sent again."""
     sealed = await asyncio.to_thread(store.get_manifest, number, digest)
     manifest = Manifest.decode(open_sealed(sealed, [signer]))
     if manifest.delta is not None:

@@ -40,7 +40,7 @@ ZSTD = "zstd"
 CONTENT_DIGEST = "Content-Digest"
 """Header with the digest of the body as sent."""
 DAMAGED = "Damaged"
-"""Kind of an error answer which says that the call's body was damaged in transit; the caller retries."""
+"""Value of an error answer's `kind` which says that the call's body was damaged in transit; the caller retries."""
 GENERATION = "Offbeat-Generation"
 """Header with the generation of the calling trainer (number of its start); see `offbeat.ledger.batches`."""
 
@@ -96,19 +96,19 @@ T = TypeVar("T")
 MSGPACK = "application/msgpack"
 OCTETS = "application/octet-stream"
 MAX_SEGMENTS = 2048
-"""Most segments (runs of tokens of one origin) in one trajectory; each is checked against all earlier ones."""
+"""Largest number of segments (runs of tokens of one origin) in a trajectory, because checking them takes time."""
 MAX_TIMINGS = 256
-"""Most timings of engine steps in one call."""
+"""Largest number of measured intervals of decode steps in one call."""
 MAX_HELD = 100_000
-"""Most tasks that one call can name."""
+"""Largest number of tasks that one call can name."""
 MAX_COMPARED = 1_000_000
-"""Most segments whose log-probs were compared in one commit."""
+"""Largest number of compared segments that one commit can report."""
 MAX_SAMPLES = 4096
-"""Most results of samples in one call; a coordinator never leases more samples than this."""
+"""Largest number of samples' results in one call; a coordinator never leases more samples than this."""
 MAX_PROMPT_BYTES = 4 * 2**20
-"""Limit on a prompt's bytes: room for a million tokens of 4 bytes."""
+"""Largest size of a prompt in bytes: room for a million tokens of 4 bytes."""
 MAX_SEGMENT_BYTES = 16 * 1024
-"""Limit on the bytes of a segment without its tokens, log-probs and arrays."""
+"""Largest size in bytes of a segment without its tokens, log-probs and arrays."""
 DTYPE = re.compile(r"[<|][biuf][1248]|<f2")
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -146,7 +146,7 @@ class HeartbeatCall(WireCall):
     held: Annotated[list[tuple[Count, Count]], Meta(max_length=MAX_HELD)]
     life: Name = ""
     figures: Annotated[dict[Name, float], Meta(max_length=64)] = {}
-    """Totals, by name, of what the worker measured since its process started."""
+    """The worker's measurements by name, as totals since its process started."""
 
 
 class FailCall(WireCall):
@@ -167,7 +167,7 @@ class RoundOverCall(WireCall):
 
 class TimingsCall(WireCall):
     timings: Annotated[list[tuple[Count, Count, Count, Count, Seconds]], Meta(max_length=MAX_TIMINGS)]
-    """Fields of each `offbeat.rules.step_time.Timing`, in the order of the class."""
+    """Measured intervals, each as the fields of `offbeat.rules.step_time.Timing` in the order of that class."""
 
 
 class NewerCall(WireCall):
@@ -304,7 +304,7 @@ class Peer(msgspec.Struct, frozen=True):
 class SourceList(msgspec.Struct, frozen=True):
     peers: list[Peer]
     guests: list[str]
-    """Hashes of the keys that the worker's own server must accept."""
+    """Hashes of the keys with which peers may fetch pieces from this worker."""
 
 
 class Missing(msgspec.Struct, frozen=True):

@@ -1,11 +1,12 @@
 """Admission: draws problems in order, turns them into groups with prompts and seeds, and limits the groups in flight.
 
-The next draw depends only on the ledger's cursor, so a restart neither skips nor repeats a problem. A prompt that
-cannot be used, such as one that is too long, is passed over: the others keep their order.
+The next draw depends only on the ledger's cursor (position in the data), so a restart neither skips nor repeats a
+problem. A prompt that cannot be used, for example because it is too long, is left out; the others keep their order.
 
 The over-provision factor is the ratio of groups in flight (drawn, but not yet trained or dropped) to groups that a step
-trains. With "auto", the factor is chosen at every published version: in one way if generation overlaps with training,
-in another if it stops once a batch is complete (rounds). The factor is not stored, so a restart chooses it afresh.
+trains. If it is configured as "auto", it is chosen at every published version. If generation overlaps with training,
+`Overlapped` chooses it; if generation stops once a batch is complete (rounds), `OverProvisionController` does. The
+factor is not stored, so a restart chooses it afresh.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class EvalPlan:
     """Schedule and sampling of evaluations on the held-out split."""
 
     every: int
-    """Number of steps between two evaluations; the last step is always evaluated. 0: no evaluations."""
+    """Number of steps between two evaluations. The last step is evaluated, too. 0: no evaluations."""
     num_prompts: int
     num_samples: int
     sampling: Sampling
@@ -49,12 +50,12 @@ class EvalPlan:
 
 
 MAX_LEFT_OUT = 1000
-"""Number of prompts left out in a row after which the run stops: their source seems to have no usable ones."""
+"""Number of prompts left out in a row after which the run stops, because their source seems to have no usable ones."""
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A prompt that was passed over because it cannot be used."""
+    """A prompt that was left out because it cannot be used, and `why`."""
 
     source: str
     source_ordinal: int
@@ -62,7 +63,8 @@ class LeftOut:
 
 
 class Issuer:
-    """Draws problems and turns each into a group (one prompt, several answers), for training and for evaluation."""
+    """Draws problems and turns them into groups. A training problem gives `num_siblings` groups of `group_size` tasks
+    each; a problem for evaluation gives one group."""
 
     def __init__(
         self,
@@ -82,8 +84,8 @@ class Issuer:
 
     def draw(self, cursor: Cursor, count: int, version: int | None) -> tuple[list[NewGroup], list[LeftOut]]:
         """Returns the next `count` training groups after `cursor`, and the prompts that were left out on the way. Each
-        prompt gives `num_siblings` groups in a row, each with its own seed. Only `version` may generate their answers;
-        None: any version may."""
+        prompt gives `num_siblings` groups in a row, each with its own seed. Only `version` may generate the groups'
+        answers; None: any version may."""
         drawn, last = dict(cursor.drawn), cursor.last
         groups, left_out = list[NewGroup](), list[LeftOut]()
         for ordinal in range(cursor.next_ordinal, cursor.next_ordinal + count):
@@ -124,7 +126,7 @@ class Issuer:
         return DrawCursor(source.name, source_ordinal, 0)
 
     def held_out(self, version: int) -> list[NewGroup]:
-        """Returns the groups of one evaluation of `version`; always the same problems and seeds, for comparison.
+        """Returns the groups of one evaluation of `version`; all evaluations have the same problems and seeds.
         With `skips_long`, prompts that cannot be used are left out; otherwise the first of them raises `BadPrompt`."""
         groups = []
         for ordinal, (source, problem) in enumerate(self.mixture.held_out(self.eval_plan.num_prompts)):
@@ -162,9 +164,9 @@ def problem_record(problem: Problem) -> Mapping[str, Any]:
 class Drawing:
     """Adds groups to the ledger: for training, as many as `pace` asks for; for evaluation, when a version is published.
 
-    Guarantees: one draw runs at a time, from the ledger's own cursor, so that no prompt is skipped or drawn twice. The
-    evaluation of a step is opened once. `call` runs a function on the ledger's thread; `report` gets an event for each
-    prompt that is left out.
+    Guarantees: one draw runs at a time, from the ledger's own cursor (position in the data), so that no prompt is
+    skipped or drawn twice. The evaluation of a step is opened once. `call` runs a function on the ledger's thread;
+    `report` gets an event for each prompt that is left out of the training.
     """
 
     def __init__(
@@ -182,8 +184,8 @@ class Drawing:
         self._drawing, self._may_draw = asyncio.Lock(), True
 
     def check_again(self) -> None:
-        """Makes the next `draw` ask the ledger whether more groups are allowed. Without this call, `draw` does nothing
-        once it has succeeded."""
+        """Makes the next `draw` ask the ledger whether more groups are needed. Until this is called, `draw` does
+        nothing once it has succeeded."""
         self._may_draw = True
 
     async def draw(self, over_provision: float) -> None:
@@ -217,19 +219,19 @@ class Drawing:
 
 
 MAX_STILL = 0.05
-"""Share of a step's time for which the trainer may be idle before `Depth` rises by one."""
+"""Largest share of a step's time for which the trainer may be idle; above it, `Depth.steps` rises by one."""
 FIRST_PATIENCE, MAX_PATIENCE = 4, 128
-"""Number of steps with a busy trainer after which `Depth` falls by one: its first and its largest value. It doubles
-whenever a fall turns out to be too early."""
+"""First and largest value of the patience: the number of steps with a busy trainer after which `Depth.steps` falls by
+one. The patience doubles whenever a fall turns out to be too early."""
 
 
 class Depth:
-    """Chooses by how many steps workers should be ahead of the trainer: at most `max_staleness`, and as few as keep the
-    trainer busy, so that tokens are as fresh as possible.
+    """Chooses the depth: by how many steps of work the workers should be ahead of the trainer. It is at most
+    `max_staleness`, and as small as keeps the trainer busy, so that tokens are as fresh as possible.
 
-    This depth rises by one when the trainer was idle for more than `MAX_STILL` of a step. It falls by one after several
-    steps in which the trainer was busy. If it then has to rise again, the next fall takes twice as many steps, up to
-    `MAX_PATIENCE`. Call `trained` after every step; `steps` is then the depth for the next one.
+    The depth rises by one when the trainer was idle for more than `MAX_STILL` of a step's time. It falls by one after
+    several steps in which the trainer was busy. If it then has to rise again, the next fall takes twice as many steps,
+    up to `MAX_PATIENCE`. Call `trained` after every step; `steps` is then the depth for the next step.
     """
 
     def __init__(self, max_staleness: int):
@@ -251,7 +253,8 @@ class Depth:
 
 
 class Provisioning:
-    """Holds a constant over-provision factor (groups in flight per group trained). Subclasses adapt it to events."""
+    """Holds a constant over-provision factor (groups in flight divided by groups that a step trains). Subclasses change
+    the factor when one of the methods below is called."""
 
     wants_survivors = False
     """Whether `began` uses its argument `survivors` (groups that were begun and are not in a batch yet)."""
@@ -269,7 +272,7 @@ class Provisioning:
         """Called when a trajectory, whole or partial, has been stored."""
 
     def timed(self, worker: str, timings: Sequence[Timing]) -> None:
-        """Called when a worker has reported how long the decoding steps of its engine took."""
+        """Called when a worker has reported how long the decode steps of its engine took."""
 
     def left(self, worker: str) -> None:
         """Called when a worker has left."""
@@ -278,8 +281,8 @@ class Provisioning:
         """Called when the batch of the current step has been claimed."""
 
     def began(self, step: int, num_slots: int, survivors: Sequence[Surviving]) -> None:
-        """Called when the version of `step` is published, which begins the work on that step's batch. `num_slots`:
-        answers that all workers can generate at once. `survivors`: groups begun earlier that are in no batch yet."""
+        """Called when the version of `step` is published, which begins the work on that step's batch. All workers
+        together can generate `num_slots` answers at once. `survivors` are groups begun earlier that are in no batch."""
 
     def trained(self, still_s: float, step_s: float) -> None:
         """Called after a step of `step_s` seconds, of which the trainer waited `still_s` for its batch."""
@@ -305,19 +308,21 @@ class Overlapped(Provisioning):
 
 
 MAX_TASKS = 100_000
-"""Largest number of leased tasks that are remembered. Without a limit, failed tasks would pile up, because they are not
-reported."""
+"""Largest number of leased tasks that are remembered. Without a limit, memory would grow, because nothing tells
+`OverProvisionController` that a task has failed."""
 MAX_SHARE = 0.02
-"""Largest share of the rounds' time that choosing the factor may take, once the choices have taken `UNRATIONED_S` in
-all."""
+"""Largest share of the rounds' time that choosing the factor may take. It holds once all choices together have taken
+`UNRATIONED_S` seconds."""
 UNRATIONED_S = 1.0
-"""Seconds of choosing before `MAX_SHARE` limits it, so that a run with few rounds finds its factor in time."""
+"""Seconds that all choices together may take before `MAX_SHARE` applies, so that a short run finds its factor in
+time."""
 NUM_UPDATES = 8
 """Number of latest updates (from a claimed batch to the next version) whose median duration predicts the next one's."""
 
 
 class OverProvisionController(Provisioning):
-    """Chooses the over-provision factor of a run in rounds by the event model, a simulation of the next rounds.
+    """Chooses the over-provision factor by the event model, a simulation of the next rounds. It is for runs in rounds,
+    in which generation stops once a batch is complete.
 
     The model uses answer lengths (from trajectories), step times of engines (from workers' reports) and the groups that
     were begun but are in no batch yet (from the ledger). A choice takes tens of milliseconds, so several short rounds
@@ -338,7 +343,7 @@ class OverProvisionController(Provisioning):
         self._lengths, self._fit = LengthEstimator(max_new_tokens), FleetFit()
         self._control = OverProvision(setting, self._lengths, self._fit)
         self._groups: dict[int, tuple[int, int]] = {}
-        """For each leased task, its group and the number of tokens it had when it was leased."""
+        """For each leased training task, its group and the number of answer tokens that it had when it was leased."""
         self._num_tokens, self._is_mixed = 0, False
         """Tokens generated in this round, and whether the round also contains evaluation tasks."""
         self._num_prompts = self._num_prompt_tokens = 0

@@ -1,4 +1,4 @@
-"""Finds when workers had tasks and judges had samples, as spans for the run's trace."""
+"""Records, as spans of the run's trace, when workers had tasks and judges (which compute rewards) had samples."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Open:
 
 class BusyTimes:
     """Records the spans in which each member (worker or judge) had work; all spans get the name `name`. A span begins
-    when the member gets work, and ends with the last answer that it gave before `settle` or `left`."""
+    when the member gets work. It ends with the member's last answer, or at `settle` if the member still has work."""
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic):
         self._name, self._clock = name, clock
@@ -45,7 +45,7 @@ class BusyTimes:
             self._report(member, found, found.last_s)
 
     def settle(self, holding: Collection[str]) -> None:
-        """Reports all spans. A member in `holding` still has work: its span is cut now, and a new one begins."""
+        """Ends and reports all spans. For a member in `holding`, which still has work, a new span begins now."""
         now_s = self._clock()
         for member, found in list(self._open.items()):
             if member in holding:

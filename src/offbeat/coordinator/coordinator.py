@@ -1,8 +1,8 @@
 """The coordinator: leases tasks, accepts trajectories, has them scored, and gives the trainer its batches.
 
-This module connects workers, trainer, judges and ledger; the decisions are made in `rules`. All essential state is in
-the ledger, so the coordinator may be killed at any moment and restarted: workers that kept running still hold their
-leases. Every call is acknowledged only after its commit.
+This module connects workers, trainer, ledger and judges (which compute rewards); the decisions are made in `rules`. All
+essential state is in the ledger, so the coordinator may be killed at any moment and restarted: remote workers that kept
+running still hold their leases. A call that changes the ledger is answered only after the commit.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from offbeat.weights.version import Version
 
 
 class PartialCounters:
-    """Counts, since the last `take`, the partials (unfinished trajectories) that were handed back, the tokens in them,
-    and the tokens of the tasks that were resumed."""
+    """Counts, since the last `take`, the partials (unfinished trajectories) that were handed back, their tokens, and
+    the tokens of tasks that were leased with a partial to continue."""
 
     def __init__(self) -> None:
         self._counts = dict.fromkeys(("partials", "partial_tokens", "resumed_tokens"), 0)
@@ -50,7 +50,7 @@ class PartialCounters:
         self._counts["partial_tokens"] += partial.num_tokens
 
     def handed_out(self, tasks: Iterable[Task]) -> None:
-        """Counts the prompt and prefix tokens of resumed tasks, for which an engine must rebuild the KV cache."""
+        """Counts prompt and partial of each task that continues a partial: tokens that an engine must prefill again."""
         resumed = [len(task.prompt) + task.prefix.num_tokens for task in tasks if task.prefix is not None]
         self._counts["resumed_tokens"] += sum(resumed)
 
@@ -76,7 +76,7 @@ class CurrentRound:
         """For each worker, its last round and the version that it then served."""
 
     def notify(self) -> None:
-        """Wakes callers that wait in `is_over`, because a round may have begun or ended."""
+        """Wakes the callers of `is_over`, because a round may have begun or ended."""
         self._changes.notify()
 
     async def current(self) -> int | None:
@@ -94,10 +94,10 @@ class CurrentRound:
     def may_join(self, worker: str, number: int | None, have_version: int | None) -> bool:
         """Whether a worker that serves `have_version` may get training tasks in round `number`.
 
-        Evaluation tasks are not affected. In a run without rounds, every worker may; between rounds (`number` is None),
-        no worker may. A worker that still serves the version with which it took part in an earlier round must first
-        load another. This need not be the newest version: otherwise a worker on a slow line, which receives every
-        version too late, would never work.
+        Evaluation tasks are not affected. In a run without rounds, every worker may get training tasks; between rounds
+        (`number` is None), no worker may. A worker that still serves the version with which it took part in an earlier
+        round must first load another version. It need not be the newest: otherwise a worker with a slow network, which
+        receives every version too late, would never work.
         """
         if not self._ledger.terms.in_rounds:
             return True
@@ -122,7 +122,8 @@ class _Batch:
 
 
 class StepTimes:
-    """Records when tasks are leased, submitted, claimed and committed, to find how long the parts of a step took."""
+    """Measures the parts of a step, from the times at which tasks are leased and submitted, batches claimed and
+    committed."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -140,14 +141,14 @@ class StepTimes:
         self._next.last_submit_s = now_s
 
     def claimed(self, step: int) -> None:
-        """Records that the batch of `step` is complete. A repeated claim, as by a resumed trainer, changes nothing."""
+        """Records that the batch of `step` was claimed. A repeated claim, as after a restart, changes nothing."""
         if step not in self._claimed_s:
             self._claimed_s[step] = self._next.claimed_s = self._clock()
             self._claimed, self._next = self._next, _Batch()
 
     def committed(self, step: int) -> tuple[float, float] | None:
-        """Records the commit of `step`. Returns, in seconds, how long the trainer was idle since the previous commit,
-        and the total time since then; None for the first commit."""
+        """Records the commit of `step`. Returns two times in seconds: how long the trainer waited for this batch after
+        the previous commit, and the whole time since the previous commit. None for the first commit."""
         before_s, now_s = self._committed_s, self._clock()
         claimed_s = self._claimed_s.get(step, now_s)
         self._committed_s = now_s
@@ -156,11 +157,12 @@ class StepTimes:
 
     @property
     def is_training(self) -> bool:
-        """Whether a batch has been claimed whose step is not committed yet."""
+        """Whether a batch is claimed and not committed yet."""
         return bool(self._claimed_s)
 
     def split(self) -> dict[str, float]:
-        """Returns how many seconds the last claimed batch took to generate and then to score; empty if not known."""
+        """Returns how many seconds the last claimed batch took to generate, and how many more (mostly for rewards)
+        until it was claimed; empty if not known."""
         found = self._claimed
         if found.first_lease_s is None or found.last_submit_s is None or found.claimed_s is None:
             return {}
@@ -176,11 +178,11 @@ R = TypeVar("R")
 CALLER_ERRORS = (Conflict, Fenced, Forbidden, Refused, Unknown)
 """Errors caused by the caller and not by the coordinator."""
 FORGET_AFTER_S = 3600.0
-"""Silence after which a worker is forgotten. In practice at least twice the lease time, so that its tasks have been
-taken back by then. A worker that returns later is treated as new and loses nothing."""
+"""Seconds without a call after which a worker is forgotten, but at least twice the lease time, so that its tasks have
+been taken back by then. A worker that returns later is treated as new and loses nothing."""
 FORGET_EVERY_S = 60.0
 PRESENT_S = 15.0
-"""A worker no longer counts as present after a silence of this time or of the lease time, whichever is longer. An idle
+"""A worker counts as present until it has made no call for this time or the lease time, whichever is longer. An idle
 worker calls more often."""
 
 
@@ -195,7 +197,7 @@ class Activity:
     num_eval_answers: int
     """Number of answers of the evaluation in progress."""
     num_eval_wanted: int
-    """Number of answers of that whole evaluation; 0: none is in progress."""
+    """Number of answers that the evaluation in progress needs in all; 0: none is in progress."""
     num_workers: int
     has_version: bool
     """Whether the trainer has published weights."""
@@ -213,13 +215,13 @@ class CoordinatorSettings:
     """Over-provision factor. "auto" chooses it during the run: with overlap by the trainer's idle time, otherwise by
     the event model."""
     rounds: EventModelConfig | None = None
-    """Settings of the event model, which chooses the factor if it is "auto" and there is no overlap; without them, that
-    factor is 1."""
+    """Settings of the event model, which chooses the over-provision factor if this is "auto" and `overlap` is False.
+    None: the factor is then 1."""
     max_new_tokens: int = 1
     lease_ttl_s: float = 60.0
     keep: MaintenanceSettings = field(default_factory=MaintenanceSettings)
     vocab_size: int | None = None
-    """Token ids from this number on are refused; None: not checked."""
+    """A trajectory with a token id of this number or above is refused; None: token ids are not checked."""
 
 
 class Coordinator:
@@ -239,8 +241,8 @@ class Coordinator:
         assert ledger.terms.groups_per_step is not None
         self._groups_per_step: int = ledger.terms.groups_per_step
         self._in_order = ledger.terms.max_staleness == 0
-        """Whether max_staleness is 0: then tasks require the version of their step, and batches take groups by
-        ordinal."""
+        """Whether max_staleness is 0. If so, training tasks require the version of their step, and a batch takes groups
+        by ordinal."""
 
         self._background = BackgroundTasks()
         failure = self._background.failure
@@ -282,20 +284,20 @@ class Coordinator:
         self._garbage = garbage or WeightGarbageCollector(None)
         self._maintenance = LedgerMaintenance(ledger, settings.keep, self.call, lambda row: self.on_report(row))
         self.seen: dict[str, float] = {}
-        """Wall time of each member's latest call over HTTP."""
+        """Wall time of the latest call over HTTP, by name of the worker, judge or trainer that made the call."""
         self.only_worker = ""
-        """Name of the only worker of a single-process run, which stops if that worker is set aside; "": the run may
+        """Name of the only worker of a single-process run; the run stops if this worker is set aside. "": the run may
         have several workers."""
         self._is_over = False
         self._checkpointed_step = -1
         self._newest: int | None = None
-        """Number of the version that workers were last told of; None before the first."""
+        """Number of the version that was announced last; None before the first."""
 
     def _report_choice(self, decision: Decision) -> None:
         self.on_report({"event": "over_provision", "factor": decision.factor, "why": decision.reason})
 
     def record_spans(self, on_span: OnSpan) -> None:
-        """Makes `on_span` receive, from now on, the times in which workers generate and judges score."""
+        """Makes `on_span` receive, from now on, the spans in which workers generate and judges compute rewards."""
         self.busy.on_span = self.rewards.busy.on_span = on_span
 
     def _settle_busy_times(self) -> None:
@@ -377,8 +379,8 @@ class Coordinator:
     async def _hand_out(
         self, worker: str, capacity: int, have_version: int | None, round_number: int | None
     ) -> list[Task]:
-        """Leases tasks and starts their deadlines. Callers shield it from cancellation: otherwise leases could be
-        stored without a deadline and never expire."""
+        """Leases tasks to a worker and sets the leases' deadlines. Callers shield this method from cancellation:
+        otherwise leases could be stored without a deadline and never expire."""
         ttl_s = self.settings.lease_ttl_s
         ask = partial(
             self.ledger.lease,
@@ -406,7 +408,7 @@ class Coordinator:
         return tasks
 
     def _notify_workers(self) -> None:
-        """Wakes callers that wait for tasks: there may be new tasks, or room for more groups."""
+        """Wakes callers of `lease` that wait for tasks: there may be new tasks, or room for more groups."""
         self._drawing.check_again()
         self._work.notify()
 
@@ -517,7 +519,7 @@ class Coordinator:
         self._worked.discard(worker)
 
     def forget_silent(self) -> None:
-        """Forgets workers and judges that vanished long ago, so that memory does not grow with all that ever joined."""
+        """Forgets workers and judges that vanished long ago, so that their records do not fill the memory."""
         for worker in self.presence.silent(max(FORGET_AFTER_S, 2 * self.settings.lease_ttl_s)):
             self._forget(worker)
         self.rewards.forget_silent()
@@ -641,11 +643,11 @@ class Coordinator:
         await self._progress.wait_for(lambda: self._checkpointed_step >= step)
 
     async def wait_failed(self) -> None:
-        """Never returns; raises the error of the first background task that fails."""
+        """Waits until a background task fails, and raises its error; never returns."""
         await asyncio.shield(self._background.failure)
 
     def end(self) -> None:
-        """Ends the run: workers and judges learn it from their next call for work."""
+        """Ends the run: waiting and later calls for tasks, samples or new versions are told that the run is over."""
         self._is_over = True
         self.rewards.end()
         self._notify_all()
@@ -653,8 +655,8 @@ class Coordinator:
 
     async def report(self, row: Mapping[str, Any], *, generation: int = 0) -> None:
         """Passes the trainer's `row`, an event or a step's metrics, to `on_report`; adds the coordinator's figures to
-        metrics. An error in `on_report` ends the run: otherwise the trainer would retry for ever, unnoticed. The row is
-        refused if `generation`, the number of the trainer's start, is not the latest."""
+        metrics. An error in `on_report` ends the run: otherwise a remote trainer would retry for ever, unnoticed.
+        Raises `RunStopped` if `generation`, the number of the trainer's start, is not the latest."""
         await self._share(self.ledger.check_generation, generation)
         if "event" not in row:
             row = {**row, "failures": self.rewards.scorer.num_failed, **self.step_figures(), **self.times.split()}

@@ -1,12 +1,12 @@
 """Manages leases of tasks: grants them, renews them at heartbeats, and takes them back.
 
 The ledger stores leases, `rules.leases` tracks their deadlines, and `rules.quarantine` finds hoarders (workers that
-hold tasks too long). A task whose worker vanished is a suspect (it may have killed the worker) until its trajectory is
-complete.
+hold tasks too long without submitting anything). A task whose worker vanished is a suspect (it may have killed the
+worker) until its trajectory is complete.
 
 Guarantees: a lease counts as lost only if its worker vanished or restarted. If a live worker hoards a task, or does not
-name it in its heartbeats, the task is freed, and this does not count as a failure of the task. Time in which this
-process itself was stopped, or waited for its disk, does not count against workers.
+name it in its heartbeats, the task may be leased again, and no attempt counts as failed. Time in which this process
+itself was stopped, or waited for its disk, does not count against workers.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Presence:
         """Number of tasks that each worker can hold, which is the most that it ever asked for."""
         self._lives: dict[str, str] = {}
         self.figures: dict[str, Mapping[str, float]] = {}
-        """Latest figures of each worker, which are totals over its life."""
+        """Latest figures that each worker reported, which are totals since its process started."""
 
     def has_restarted(self, worker: str, life: str) -> bool:
-        """Records a call and returns whether it is a known worker's first call from a new life (process)."""
+        """Records a call of a worker's process `life`; returns whether an earlier call came from another process."""
         self.hear(worker)
         before = self._lives.get(worker, life)
         self._lives[worker] = life
@@ -81,16 +81,16 @@ MAX_SLEEP_S = 1.0
 """Longest pause between two checks of the leases."""
 
 HELD_UP_SHARE = 0.25
-"""If this process wakes up late by more than this share of the lease time, it was stopped or starved and could not hear
-heartbeats, so it renews all leases. A smaller delay costs no lease, because heartbeats come several times per lease
-time."""
+"""If this process wakes up late by more than this share of the lease time, it renews all leases: it was stopped or
+starved, and could not receive heartbeats. A smaller delay costs no lease, because heartbeats come several times per
+lease time."""
 
 OTHERS_WITHIN_S = 60.0
-"""A worker heard within this time counts as able to do a hoarder's tasks. An idle worker sends no heartbeats, but asks
-for tasks several times within this time."""
+"""A worker that made a call within this time counts as able to do a hoarder's tasks. An idle worker sends no
+heartbeats, but asks for tasks several times within this time."""
 
 MIN_SUSPECTS = 256
-"""Once at least this many suspects (tasks whose worker vanished) are remembered, those that ended are forgotten."""
+"""Once this many suspects (tasks whose worker vanished) are remembered, those of them that have ended are forgotten."""
 
 
 class LeaseManager:
@@ -119,7 +119,7 @@ class LeaseManager:
         self._max_suspects = MIN_SUSPECTS
 
     async def start(self, *, keep_leases: bool) -> None:
-        """Renews all stored leases if `keep_leases`; otherwise releases them."""
+        """Renews all stored leases if `keep_leases`; otherwise releases them, because their workers have ended."""
         if keep_leases:
             self.leases.grant(await self._share(self.ledger.leased))
         else:
@@ -163,8 +163,8 @@ class LeaseManager:
         return Heartbeat(lost=tuple(task for task, _ in held if task not in known))
 
     async def give_back(self, worker: str, leases: Sequence[tuple[int, int]]) -> bool:
-        """Frees tasks that the worker did not begin, given as pairs of task and fence (lease number); returns whether
-        it still held any."""
+        """Frees tasks of which the worker sampled no token, given as pairs of task and fence (lease number); returns
+        whether the worker still held any of them."""
         held = [Lease(task, fence, worker) for task, fence in leases]
         self.leases.end(lease.task for lease in held if self.leases.is_held(lease))
         return bool(await self._share(self.ledger.give_back, held, untouched=True))
@@ -175,8 +175,8 @@ class LeaseManager:
         self.leases.end(held.task for held in leases)
 
     async def expire(self) -> None:
-        """Loops for ever and takes tasks back: those of workers that were silent for the lease time, those that a live
-        worker no longer names in its heartbeats, and those of hoarders."""
+        """Takes tasks back, in an endless loop: those of workers that made no call for the lease time, those that a
+        live worker no longer names in its heartbeats, and those of hoarders."""
         while True:
             next_s = self.leases.next_deadline_s()
             left_s = MAX_SLEEP_S if next_s is None else min(max(next_s - time.monotonic(), 0.0), MAX_SLEEP_S)
@@ -199,7 +199,7 @@ class LeaseManager:
                 self._on_free()
 
     async def _take_from_hoarders(self) -> None:
-        """Sets aside hoarders (workers that hold tasks too long) and frees their tasks, if other workers are there."""
+        """Sets aside hoarders (workers that hold tasks too long) and frees their tasks, if others can do the tasks."""
         leased = await self._share(self.ledger.leased)  # by now, answers that waited for the disk are stored
         for worker, why in self.pace.overdue().items():
             if not self._presence.others(worker, max(self.leases.ttl_s, OTHERS_WITHIN_S)):

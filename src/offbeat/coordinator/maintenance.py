@@ -1,4 +1,4 @@
-"""Background upkeep: prunes and backs up the ledger after checkpoints, and deletes weights that no role needs.
+"""Background upkeep: after checkpoints, deletes old trajectories and backs up the ledger; deletes unneeded weights.
 
 A failed backup is reported but does not end the run: the ledger itself is intact.
 """
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class MaintenanceSettings:
     num_steps: int | None = None
-    """Trajectories are kept for this many steps before the checkpoint; None: for all steps."""
+    """Trajectories of this many steps before the checkpoint are kept; None: those of all steps."""
     backup: str | None = None
     """Folder or URL to copy the ledger to; None: no backups."""
 
@@ -67,8 +67,8 @@ class LedgerMaintenance:
 
 
 class WeightGarbageCollector:
-    """Deletes weights that no role can ask for any more: the files of whole versions at every new version, and the
-    pieces in which versions are transferred at every `EVERY`-th version.
+    """Deletes weights that no worker or trainer can ask for any more. At every new version it deletes files of whole
+    versions; at every `EVERY`-th version, the pieces in which versions are transferred.
 
     One deletion of pieces runs at a time. If it fails, the error is logged and the deletion is tried again with a later
     version.
@@ -86,8 +86,8 @@ class WeightGarbageCollector:
         return self._pieces is not None and number % EVERY == 0
 
     async def pieces(self, needed: Collection[int], signers: Collection[str]) -> None:
-        """Deletes the stored pieces and manifests of all versions except `needed`. Keeps manifests not signed by one of
-        `signers`, the trainers of this run: such manifests may belong to another run."""
+        """Deletes the stored pieces and manifests of all versions except `needed`. Keeps manifests that were not signed
+        with a key in `signers`, the keys of this run's trainers: such manifests may belong to another run."""
         if self._pieces is None:
             return
 

@@ -1,10 +1,11 @@
-"""Assigns each worker the peers from which it fetches weights, so that a version crosses a slow link once.
+"""Assigns each worker the peers (other workers) from which it fetches weights, so that a version crosses a slow link
+once.
 
-Each worker names its site, and the port at which it serves pieces, if any. It gets the addresses of its chain of relays
-(`offbeat.weights.relay_tree`), nearest first. The root, which is the coordinator or the run's store, is always the last
-resort and is not listed. A worker that falls silent is no longer used as a relay. The address that a worker names may
-differ from the one it calls from only within `serve.peer_networks`: otherwise the worker could direct its whole site to
-any machine.
+Each worker names its site (machines with a fast network between them), and the port at which it serves pieces, if any.
+It gets the addresses of its chain of relays (`offbeat.weights.relay_tree`), nearest first. A worker asks the root,
+which is the coordinator or the run's store, last; the root is not in the chain. A worker that falls silent is no longer
+used as a relay. A worker may name an address other than the one it calls from only within `serve.peer_networks`:
+otherwise it could direct its whole site to any machine.
 
 Each pair of workers of a site has its own key. It is the hash of two random numbers, one per worker, which are drawn at
 the worker's first call, dropped when it leaves, and never written to disk. The keys of a worker that has left or was
@@ -115,7 +116,7 @@ class RelayAssignment:
         return [PieceSource(other.site.address, _key(ours, other)) for other in line if other.site.address is not None]
 
     def guests(self, worker: str) -> list[str]:
-        """Returns the hashes of the keys with which the other workers at the site of `worker` may fetch from it."""
+        """Returns the hashes of the keys with which other workers at the site of `worker` may fetch pieces from it."""
         self._forget_silent()
         ours = self._heard.get(worker)
         if ours is None or ours.site.address is None:

@@ -1,8 +1,9 @@
 """Rewards as a separate stage: samples wait in one bounded queue, and judges pull from it at their own pace.
 
-Judges are the processes of the local pool and remote workers with the reward role. A slow judge delays only the
-trainer, never an engine: samples that do not fit into the queue wait in the ledger. A reward is acknowledged once it is
-stored. Samples that a judge held when the coordinator died are still unscored in the ledger, and are judged again.
+A sample is a finished trajectory without a reward. Judges compute rewards: the processes of the local pool, and remote
+workers with the reward role. A slow judge delays only the trainer, never an engine: samples that do not fit into the
+queue wait in the ledger. A reward is acknowledged once it is stored. Samples that a judge held when the coordinator
+died are still unscored in the ledger, and are judged again.
 """
 
 from __future__ import annotations
@@ -31,23 +32,25 @@ from offbeat.waiting import BackgroundTasks, Notifier
 
 @dataclass(frozen=True)
 class RewardBatch:
-    """Samples leased together, under one ticket (id), to a judge, which computes their rewards with one function."""
+    """Samples leased together to a judge, which computes their rewards with the function `reward`; `ticket` is the id
+    of this lease."""
 
     ticket: str
     judge: str
     reward: str
     samples: tuple[Unscored, ...]
     deadline_s: float | None
-    """Time on the monotonic clock at which the batch is requeued; None: the local pool enforces its own timeouts."""
+    """Time on the monotonic clock at which the samples go back to the queue; None for the local pool, which enforces
+    its own timeouts."""
 
 
 class PendingRewards:
     """Samples that wait for a reward, and samples that judges hold. No I/O; the clock is injected.
 
-    A judge leases a batch under a ticket. A batch that is not answered in time, or whose judge leaves, goes back to the
-    front of the queue, and its ticket expires. Guarantees: an added sample either waits, is leased under exactly one
-    ticket, or was answered; it is answered once. At most `max_samples` are waiting or leased, provided that callers of
-    `add` respect `room`. Tickets of an earlier process are rejected, whatever their numbers.
+    A judge leases a batch of samples under a ticket (id). A batch that is not answered in time, or whose judge leaves,
+    goes back to the front of the queue, and its ticket expires. Guarantees: an added sample either waits, is leased
+    under exactly one ticket, or was answered; it is answered once. At most `max_samples` are waiting or leased, if
+    callers of `add` respect `room`. Tickets that another coordinator process issued are rejected.
     """
 
     def __init__(self, max_samples: int, sample_s: float, slack_s: float, clock: Callable[[], float]):
@@ -66,12 +69,12 @@ class PendingRewards:
 
     @property
     def room(self) -> int:
-        """Number of samples that may be added."""
+        """Number of samples that may be added now."""
         return self.max_samples - self.num_waiting - self._by_judge.total()
 
     @property
     def rewards(self) -> list[str]:
-        """Names of the rewards that samples wait for."""
+        """Names of the reward functions for which samples wait."""
         return [reward for reward, samples in self._waiting.items() if samples]
 
     @property
@@ -132,7 +135,7 @@ class PendingRewards:
         return self._take_back(due)
 
     def next_deadline_s(self) -> float | None:
-        """Returns the earliest deadline of a leased batch, on the clock; None if no batch has one."""
+        """Returns the earliest deadline of all leased batches, as a time on the clock; None if no batch has one."""
         return min((p.deadline_s for p in self._out.values() if p.deadline_s is not None), default=None)
 
     def _number(self, ticket: str) -> int:
@@ -166,9 +169,9 @@ class PendingRewards:
 class Scorer:
     """Turns trajectories into inputs of reward functions, and their results into scores for the ledger.
 
-    A reward function may return several named parts, which are stored with their weights. A reward is computed once. A
-    failed reward is stored as a failure with its reason, never as a zero. If too large a share of the latest rewards
-    failed, the run stops instead of training on the others.
+    A reward function may return several named parts, which are stored with their weights. A reward that failed is
+    stored as a failure with its reason, never as a zero. If too large a share of the latest rewards failed, the run
+    stops instead of training on the others.
     """
 
     def __init__(
@@ -179,8 +182,8 @@ class Scorer:
         shaping: Shaping | None = None,
         untried: Collection[str] = (),
     ):
-        """`log_path` is named in errors. `untried` are the names of weighted reward parts that no reward has contained
-        yet."""
+        """`log_path` is named in errors. `untried` are the names of the reward parts to which the configuration gives a
+        weight; `take_unseen` returns those that never occur."""
         self.decode, self.watch, self.log_path, self.shaping = decode, watch, log_path, shaping or Shaping()
         self.num_failed = 0
         self._unseen, self._has_seen_some = set(untried), False
@@ -222,15 +225,15 @@ class Scorer:
         return self.shaping.weighted(rewards)
 
     def take_unseen(self) -> list[str]:
-        """Returns the names of weighted reward parts that no reward has contained yet, and forgets them; empty before
-        the first reward."""
+        """Returns the names of the reward parts that have a configured weight, but that no reward has contained yet.
+        Later calls do not return these names again. Empty before the first reward."""
         if not self._has_seen_some:
             return []
         unseen, self._unseen = sorted(self._unseen), set()
         return unseen
 
     def failed(self, reason: str) -> None:
-        """Counts a sample whose reward failed for the given reason."""
+        """Counts a sample whose reward failed, with the `reason`."""
         self.num_failed += 1
         self.watch.record(failed=True, reason=reason)
 
@@ -262,18 +265,20 @@ that samples are left for them."""
 LOCAL = ""
 """Judge name of the local pool; no worker can have this name."""
 RESTART_S = 2.0
-"""Seconds to replace a hung reward process, added to reward.timeout_s for each sample."""
+"""Seconds that replacing a hung reward process may take, added to reward.timeout_s for each sample that a judge
+holds."""
 SLACK_S = 20.0
-"""Extra time per batch, for the network and for a judge that must first import the reward."""
+"""Extra seconds per batch, for the network and for a judge that must first import the reward function."""
 SILENT_S = 30.0
-"""A judge that makes no call for this time loses its samples, even before their deadline."""
+"""A remote judge that makes no call for this time loses its samples, even before their deadline."""
 PRESENT_S = 60.0
 """A judge without samples that makes no call for this time counts as gone."""
 MAX_SLEEP_S = 1.0
 
 
 class RewardQueue:
-    """Gives judges unscored samples from the ledger and stores their answers; used only on the coordinator's loop."""
+    """Gives judges unscored samples from the ledger and stores the rewards; used only on the coordinator's event
+    loop."""
 
     def __init__(
         self,
@@ -297,7 +302,7 @@ class RewardQueue:
         self._answers: list[tuple[list[Scored], asyncio.Future[None]]] = []
         self._last_seq = 0
         self._is_full = False
-        """Whether further unscored samples may be in the ledger, because the queue had no room for them."""
+        """Whether the ledger may hold unscored samples for which the queue had no room."""
         self._is_over = False
 
     def start(
@@ -308,8 +313,9 @@ class RewardQueue:
         stored: Notifier,
         on_dropped: Callable[[], None] = lambda: None,
     ) -> None:
-        """Starts to judge the ledger's unscored trajectories; `call` runs a function on the ledger's thread. Notifies
-        `stored` after each commit of rewards, and calls `on_dropped` if groups were dropped and can be replaced."""
+        """Starts to compute rewards for the ledger's unscored trajectories. `call` runs a function on the ledger's
+        thread. Notifies `stored` after each commit of rewards, and calls `on_dropped` if groups were dropped, so that
+        others can be drawn."""
         self._background, self._stored, self._on_dropped = background, stored, on_dropped
         background.spawn(self._feed(ledger, call))
         background.spawn(self._store(ledger, call))
@@ -320,15 +326,15 @@ class RewardQueue:
         self._feed_now.set()
 
     def end(self) -> None:
-        """Ends the run for judges: each further `lease` tells the judge that the run is over."""
+        """Ends the run for judges: each waiting or further `lease` call tells its judge that the run is over."""
         self._is_over = True
         self._waiting.notify()
 
     # --- remote judges ---
 
     async def lease(self, judge: str, capacity: int, wait_s: float) -> RewardLease:
-        """Leases samples, all for one reward function, to `judge` as soon as there are any. Returns an empty lease
-        after `wait_s`, or at once if `capacity` is 0."""
+        """Leases up to `capacity` samples, all for one reward function, to `judge` as soon as any wait. Returns an
+        empty lease after `wait_s` seconds, or at once if `capacity` is 0."""
         if self._stay_here and not self._specs:
             raise Refused(f"{_cannot_leave(self._stay_here)}; put it in a file and name it as file.py:function")
         self._heard[judge] = self._clock()
@@ -382,7 +388,7 @@ class RewardQueue:
         self.busy.settle([_track(judge) for judge in self.pending.held])
 
     def describe_waits(self) -> str:
-        """Describes which judges hold how many samples, for error messages."""
+        """Describes how many samples each judge holds, for error messages."""
         if not self.pool.num_processes and not self.present():
             return "no judge is present and reward.processes is 0: start offbeat worker --role reward --join URL"
         out = [f"{count} with {judge or 'reward.processes'}" for judge, count in sorted(self.pending.held.items())]
@@ -407,7 +413,7 @@ class RewardQueue:
             await self._feed_now.wait()
 
     def _hand_out(self) -> None:
-        """Gives waiting samples to the local pool, up to a limit per reward, and wakes remote judges."""
+        """Gives waiting samples to the local pool, up to a limit per reward function, and wakes remote judges."""
         num = self.pool.num_processes
         size, most = (SMALL, SMALL * num) if self.present() else (LARGE, LARGE * (num + 1))
         for reward in self.pending.rewards if num else ():

@@ -1,9 +1,9 @@
 """Group commit: the only thread that uses the coordinator's ledger, and the queue of calls to it.
 
-Calls that arrive while the thread is busy share the next transaction and disk flush. Many workers can therefore make
-more calls per second than the disk can flush. Each call is answered once its transaction is on disk; a call that fails
-changes nothing and does not affect the others. Submissions are combined into one ledger call, which is made first; the
-other calls keep their order. Every caller gets an answer, even if the writer itself fails.
+Calls that arrive while the thread is busy share the next transaction and its disk flush. Workers can therefore make
+more calls per second than the disk can do flushes. Each call is answered once its transaction is on disk; a call that
+fails changes nothing and does not affect the others. Submissions are combined into one ledger call, which is made
+first; the other calls keep their order. Every caller gets an answer, even if the writer itself fails.
 
 Long calls, and calls with transactions of their own, go through `alone`, after all earlier calls are on disk.
 """
@@ -24,7 +24,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 MAX_SHARED = 256
-"""Largest number of submissions, and of other calls, in one transaction; bounds how long later calls wait."""
+"""Largest number of submissions in one transaction, and of other calls; it limits how long later calls wait."""
 
 
 class _Call:
@@ -96,7 +96,7 @@ class Writer:
         return await self._add(_Call(partial(function, *args, **kwargs), is_alone=True))
 
     async def read(self, function: Callable[[], R]) -> R:
-        """Makes a read-only ledger call, once for all callers that wait for the same `function`."""
+        """Makes a read-only ledger call. Callers that wait for the same `function` share one call."""
         waiting = self._reads.get(function)
         if waiting is not None:
             return await waiting.answer()

@@ -7,10 +7,11 @@ sampled from an abandoned version.
 Only the latest trainer may change a run. A trainer gets the next generation (a number) when it starts, and sends it
 with each of its calls. A call with an older generation is refused within the call's own transaction.
 
-An answer that is claimed without its siblings is a group of size 1; its siblings are the other groups drawn for the
-same prompt. A batch sees only the sibling rewards stored before its claim, so its advantages do not depend on when it
-is loaded. Answers of abandoned versions do not count: their groups were re-issued with the same seed, so the same
-answer would count twice. The reward of a group that was dropped as stale still counts.
+With `batch.gate` = "release" or "batch", answers do not wait for their siblings, the other answers to the same prompt.
+Each answer is then a group of size 1, and its siblings are the other groups drawn for the prompt. A batch uses only the
+sibling rewards that were stored before its claim, so its advantages do not depend on when it is loaded. Rewards of
+groups dropped as abandoned do not count: their prompts were issued again with the same seed, so the same answer would
+count twice. The reward of a group that was dropped as stale still counts.
 """
 
 from __future__ import annotations
@@ -95,9 +96,9 @@ _PARTS = msgspec.json.Decoder(tuple[Reward, ...])
 class Batches(Versions):
     @transactional
     def claim(self, step: int, *, in_order: bool = True) -> Batch | None:
-        """Returns the batch of `step`; None while too few groups are ready. The first successful claim chooses the
-        batch, by `rules.groups.select`; later claims return the same one. A new batch must be of the latest version's
-        step or, once that step has a batch, of the step after it."""
+        """Returns the batch of `step`; None while too few groups are ready or `rules.groups.select` says to wait. The
+        first successful claim chooses the batch; later claims return the same one. A new batch must be of the latest
+        version's step or, once that step has a batch, of the step after it."""
         newest = self.latest_version()
         found = _living_batch(self, step)
         if found is None:
@@ -115,8 +116,8 @@ class Batches(Versions):
         self, step: int, version: Version, audited: Sequence[int] = (), compared: Sequence[ComparedSegment] = ()
     ) -> None:
         """Records that the batch of `step` was trained and produced `version`. `audited` are the tasks that an audit
-        left out of the training; `compared` holds the audit's result for each segment. A repeated commit changes
-        nothing."""
+        left out of the training; `compared` holds the result for each segment that the audit compared. A repeated
+        commit changes nothing."""
         batch = _living_batch(self, step)
         if batch is None:
             raise Unknown(f"step {step} cannot be committed: no batch was claimed for it")
@@ -144,7 +145,7 @@ class Batches(Versions):
         return None if newest is None or is_batch_claimed(self) else newest.number
 
     def survivors(self) -> list[Surviving]:
-        """Returns the training groups that were begun and are not in a batch yet."""
+        """Returns the training groups of which at least one task was begun and that are in no batch yet."""
         query = """SELECT g.id, g.first_step, COALESCE(j.num_tokens, p.num_sampled_tokens, 0), t.state
                    FROM groups g JOIN tasks t ON t.group_id = g.id LEFT JOIN trajectories j ON j.task = t.id
                    LEFT JOIN partials p ON p.task = t.id AND p.state = 'kept'
@@ -158,8 +159,8 @@ class Batches(Versions):
         return found
 
     def as_trainer(self, generation: int, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Runs `call` in one transaction if `generation` is the latest trainer's; raises if another trainer has taken
-        over."""
+        """Runs `call` in one transaction if `generation` (the number of a trainer's start) is the latest; raises
+        `RunStopped` if another trainer has taken over."""
         with self.transaction():
             self.check_generation(generation)
             return call(*args, **kwargs)
@@ -235,8 +236,9 @@ def _choose(db: Database, step: int, from_version: int | None, in_order: bool) -
 
 
 def _may_change(db: Database, count: int, oldest: int) -> bool:
-    """Whether a claim could take or drop groups: it cannot if too few are ready and none can be too old. This check
-    must be cheap, because a claim is tried after every stored reward."""
+    """Whether a claim could take or drop groups. It can do neither if fewer than `count` groups are ready and none may
+    hold tokens of an abandoned version or from before step `oldest`. This check must be cheap, because a claim is tried
+    after every stored reward."""
     ready = "SELECT 1 FROM groups INDEXED BY groups_alive WHERE state = 'ready' AND purpose = 'train'"
     query = f"""SELECT (SELECT COUNT(*) FROM ({ready} LIMIT :count)) = :count
                     OR EXISTS ({ready} AND first_step IS NULL) OR EXISTS ({ready} AND first_step < :oldest)
@@ -247,9 +249,9 @@ def _may_change(db: Database, count: int, oldest: int) -> bool:
 
 
 def _eligible(db: Database, step: int, count: int, oldest: int, in_order: bool) -> list[tuple[Any, ...]]:
-    """Loads the groups that selection has to see: the unfinished ones, the first `count` ready ones in selection order,
-    and all that may have tokens that are too old or of an abandoned version. Other groups cannot be in the batch;
-    leaving them out keeps the cost independent of the number of waiting groups."""
+    """Loads the groups from which `select` chooses: all unfinished ones, the first `count` ready ones in the order of
+    selection, and all that may have tokens of an abandoned version or from before step `oldest`. Other groups cannot be
+    in the batch; leaving them out keeps the cost independent of the number of waiting groups."""
     values = {"step": step, "oldest": oldest, "count": count}
     columns, due = "id, ordinal, state, require_step, first_step", "(require_step IS NULL OR require_step <= :step)"
     unfinished = f"SELECT {columns} FROM groups WHERE state = 'open' AND purpose = 'train' AND {due}"
@@ -433,7 +435,8 @@ def latest_trainer(db: Database) -> TrainerRecord | None:
 def why_not_from_scratch(before: TrainerRecord | None, arrival: Arrival, step: int) -> str | None:
     """Returns why a trainer without a checkpoint may not undo a run that is at `step`; None if it may.
 
-    A trainer that was killed before its first checkpoint can only start over; it is recognized by its folder.
+    `before` is the previous trainer. If it was killed before its first checkpoint, it can only start over; `arrival` is
+    the same trainer if it has the same checkpoint folder (`home`).
     """
     if before is None or arrival.from_scratch or step == 0:
         return None
@@ -447,7 +450,7 @@ def why_not_from_scratch(before: TrainerRecord | None, arrival: Arrival, step: i
 
 
 def take_over(db: Database, arrival: Arrival, checkpoint_step: int | None) -> int:
-    """Makes the arriving trainer the only one that may change the run; returns its generation."""
+    """Makes the arriving trainer the only one that may change the run; returns its generation (number of the start)."""
     before = latest_trainer(db)
     generation = 1 if before is None else before.generation + 1
     db.execute(

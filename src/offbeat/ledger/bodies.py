@@ -24,11 +24,12 @@ MAX_KEPT_BYTES = 32_000_000
 OVERHEAD_BYTES = 4000
 """Memory that a cached trajectory takes besides its body."""
 MAX_ROW_BYTES = 256 * 1024
-"""Largest body stored in its row; larger ones would fill the database's pages, and every scan would read them."""
+"""Largest body stored in its table row; larger bodies would fill the database's pages, and every scan would read
+them."""
 
 
 def store(blobs: Blobs, digest: bytes, body: bytes) -> bytes | None:
-    """Returns the value for a trajectory's `body` column: `body`, or None after writing a long body to a file."""
+    """Returns the value for a row's `body` column: `body` itself, or None if it is long and was written to a file."""
     if len(body) <= MAX_ROW_BYTES:
         return body
     blobs.write(digest, body)

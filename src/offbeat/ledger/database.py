@@ -1,6 +1,6 @@
 """The ledger's file: opening, transactions and disk errors.
 
-Guarantees: a committed transaction survives `kill -9` and a power cut (WAL, `synchronous=FULL`). A file with a newer
+Guarantees: a committed transaction survives `kill -9` and a power cut (WAL, `synchronous=FULL`). A file with another
 schema, a file that is not a ledger and a file on a network file system are refused before anything is written.
 """
 
@@ -38,7 +38,7 @@ NETWORK_FILE_SYSTEMS = {
     *("ceph", "fuse.ceph", "lustre", "gpfs", "beegfs", "glusterfs", "fuse.glusterfs", "orangefs", "pvfs2", "wekafs"),
     *("gfs2", "ocfs2", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.goofys", "fuse.juicefs"),
 }
-"""File systems whose locks and shared memory are not good enough for SQLite's write-ahead log."""
+"""File systems on which SQLite's write-ahead log is unsafe, because their locks or shared memory are unreliable."""
 
 REMEDIES = {
     "FULL": "free space on its disk",
@@ -50,7 +50,7 @@ REMEDIES = {
     "READONLY": "make the file writable",
     "CANTOPEN": "check that its folder is writable and its disk has free space",
 }
-"""Remedy for each kind of file error, by the first word of SQLite's error name after `SQLITE_`."""
+"""Remedy for each kind of file error. The key is the word after `SQLITE_` in the name of SQLite's error."""
 
 
 def transactional(method: Callable[Concatenate[D, P], R]) -> Callable[Concatenate[D, P], R]:

@@ -1,9 +1,9 @@
 """Groups from the draw to their end: admission, the data cursor, readiness, dropping and re-issuing.
 
 Guarantees: every ordinal (number of a training group) is drawn once, and the groups of one prompt (siblings) are drawn
-one after another. At most one group per ordinal is alive or trained. Nothing is reset in place: a retried prompt is a
-new group with new tasks. A group without a signal (all rewards equal) may be dropped; then the next prompt takes its
-place.
+one after another. At most one group per ordinal is alive (open, ready or claimed) or trained. Groups are never reset: a
+prompt that is tried again gets a new group with new tasks. A group without a signal (all rewards equal) may be dropped;
+then the next prompt takes its place.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Groups(Versions):
 
     @transactional
     def admit(self, groups: Sequence[NewGroup]) -> list[int]:
-        """Creates groups with their tasks and moves the cursor past them; returns the ids of the groups."""
+        """Creates groups with their tasks; returns the ids of the groups. Training groups also move the data cursor."""
         rows = [_row(group) for group in groups]
         known = versions.lineage(self, [g.require_version for g in groups if g.require_version is not None])
         before = self.cursor()
@@ -140,8 +140,9 @@ def _insert(db: Database, rows: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def settle_groups(db: Database, groups: Iterable[int]) -> int:
-    """Ends each open group whose tasks are all scored or failed, and drops each in which too many tasks failed. Also
-    drops groups with equal rewards, as far as `max_no_signal` allows. Returns the number of groups dropped."""
+    """Of the open groups in `groups`, ends those whose tasks are all scored or failed, and drops those in which too
+    many tasks failed. Also drops ended groups with equal rewards, as far as `max_no_signal` allows. Returns the number
+    of groups dropped."""
     query = """SELECT id, purpose, size, num_scored, num_failed, retry FROM groups
                WHERE +state = 'open' AND id IN (SELECT value FROM json_each(?)) ORDER BY id"""  # + avoids state's index
     ended: list[tuple[str, float, int]] = []
@@ -203,8 +204,8 @@ def _num_drawn_before(db: Database, step: int, ordinal: int) -> int:
 
 
 def drop(db: Database, groups: Sequence[int], reason: Drop, at_step: int | None = None) -> None:
-    """Drops groups and their unfinished tasks. `at_step` is given only with reason `NO_SIGNAL`. It is the first step
-    without a batch, for which `num_without_signal` counts the groups."""
+    """Drops groups and their unfinished tasks. `at_step`, given only with reason `NO_SIGNAL`, is the first step without
+    a batch; `num_without_signal` counts the dropped groups by it."""
     if not groups:
         return
     query = """SELECT p.task FROM tasks t JOIN partials p ON p.task = t.id AND p.state = 'kept'

@@ -1,10 +1,10 @@
 """Leases: handing open tasks to workers, and the ways in which a lease ends without a trajectory.
 
 Guarantees: one worker at a time holds a task, under a fence (a number that grows with every lease). A task that
-requires a version goes only to a worker that has it. A task that failed `max_attempts` times ends as failed, with the
-reason; a failure counts once, however often it is reported. When a worker vanishes, at most one of its tasks is blamed
-for a failure (`offbeat.rules.leases.culprit`). Returning a task or restarting the coordinator is no failure: otherwise
-a run that is killed often would train on other data than an undisturbed run.
+requires a version goes only to a worker that serves this version. A task that failed `max_attempts` times ends as
+failed, with the reason; a failure counts once, however often it is reported. When a worker vanishes, at most one of its
+tasks counts as failed (`offbeat.rules.leases.culprit`). Returning a task or restarting the coordinator is no failure:
+otherwise a run that is killed often would train on other data than an undisturbed run.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from offbeat.trajectory import Sampling, Task
 
 OPEN = """groups INDEXED BY groups_open
           WHERE state = 'open' AND num_open > 0 AND (require_step IS NULL OR require_version IS NOT NULL)"""
-"""FROM and WHERE clauses for groups with a task that may be leased."""
+"""SQL after FROM that selects the groups with an open task, except those that wait for the version of their step."""
 OPEN_EVAL = f"{OPEN} AND (purpose <> 'eval') < 1"
 """`OPEN` for evaluation groups only; the condition is written so that the index returns them in order."""
 TO_RETRY = "t.state = 'open' AND t.fence > 0 AND t.failed_fence = t.fence"
 """Condition for open tasks whose last attempt failed."""
 NUM_NEAR = 8
-"""Number of open groups that a lease loads first, plus one per task wanted. The others, often hundreds, seldom
-matter."""
+"""A lease call first loads this many open groups, plus one per task that it may lease. The others, often hundreds,
+seldom matter."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class LeaseRequest:
 
     @property
     def is_alone(self) -> bool:
-        """Whether no worker other than the requesting one has slots, which are places for tasks."""
+        """Whether the request fills the slots (places for tasks) of all active workers, so that no other has any."""
         return self.total_slots is None or self.total_slots <= self.capacity
 
     @property
@@ -111,7 +111,8 @@ class Leasing(Groups):
         return tasks
 
     def wanted_version(self) -> int | None:
-        """Returns the version that the first open task requires, for idle workers to load; None if any will do."""
+        """Returns the version that the first open task requires, for idle workers to load; None if no task is open or
+        the first requires none."""
         return first_wanted(_open_groups(self, 1))
 
     def leased(self) -> list[Lease]:
@@ -244,7 +245,8 @@ def _requester(db: Database, request: LeaseRequest, step: int | None) -> Request
 
 
 def _num_begin(db: Database, step: int | None, next_step: int) -> int | None:
-    """Returns how many groups may be begun with a version of `step` and not be too stale to train; None: any number."""
+    """Returns how many groups may be begun now with a version of `step`, so that none is too stale when it is trained;
+    None: any number."""
     if step is None or db.terms.groups_per_step is None:
         return None
     begun: Counter[int] = Counter()
@@ -285,7 +287,7 @@ def _open_groups(db: Database, limit: int = -1, request: LeaseRequest | None = N
 
 def _away(db: Database, groups: Sequence[int], request: LeaseRequest) -> set[int]:
     """Returns those of `groups` whose open tasks have partials (unfinished answers), but none from the requesting
-    worker. Empty if no other worker has slots."""
+    worker. Empty if `request.is_alone`."""
     if not groups or request.is_alone:
         return set()
     query = """SELECT t.group_id, p.worker = ? FROM json_each(?) g
@@ -297,8 +299,8 @@ def _away(db: Database, groups: Sequence[int], request: LeaseRequest) -> set[int
 
 def _open_tasks(db: Database, group: int, count: int, request: LeaseRequest) -> tuple[list[Task], int | None]:
     """Returns up to `count` open tasks of `group` that the worker may run, and the group's `first_step`: the step of
-    the oldest version that began it, or None. Skips tasks whose partial (unfinished answer) is newer than the worker's
-    version. Tasks whose partial came from another worker come last."""
+    the oldest version that began it, or None. Skips tasks whose partial (unfinished answer) has tokens of a newer
+    version than the worker's. Tasks whose partial came from another worker come last."""
 
     def found(which: str, limit: int) -> list[Any]:
         query = f"""SELECT t.id, t.seed, t.fence + 1, p.digest, p.body, g.prompt, g.sampling, g.require_version,
@@ -406,6 +408,7 @@ def _fail(db: Database, tasks: Sequence[int], reason: str, detail: str | None, *
 
 
 def _reopen(db: Database, tasks: Sequence[tuple[int, int]]) -> None:
-    """Opens leased tasks again, given as (task, group). The last worker may still submit until the next lease."""
+    """Reopens leased tasks, given as pairs of task and group. Until a task's next lease, its last worker may still
+    submit."""
     db.executemany("UPDATE tasks SET state = 'open' WHERE id = ?", [(task,) for task, _ in tasks])
     db.executemany("UPDATE groups SET num_open = num_open + 1 WHERE id = ?", [(group,) for _, group in tasks])

@@ -6,8 +6,9 @@ nothing changed. Methods are synchronous; one thread at a time may call them, no
 ledger. `offbeat.rules` decides which groups to admit, lease, claim and drop; the ledger loads the candidates and stores
 the decision.
 
-A run begins with `release` (if no worker can hold a lease), `reconcile` and `publish`. Then every step goes through
-`admit`, `lease`, `submit`, `score`, `claim` and `commit`.
+If no worker from before a start of the coordinator can still be working, the coordinator calls `release` first, which
+reopens all leased tasks. Every start of the trainer, new or resumed, then calls `reconcile` and `publish`. After that,
+every step goes through `admit`, `lease`, `submit`, `score`, `claim` and `commit`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Ledger(Leasing, Submissions, Rewards, Resuming, Maintenance, Workers, Veri
 
     @transactional
     def record_fixed_keys(self, fixed: Mapping[str, Any]) -> None:
-        """Records the configuration values that are fixed for the life of the run; later calls have no effect."""
+        """Records the configuration values that may not change during the run; later calls have no effect."""
         self.execute("INSERT OR IGNORE INTO meta VALUES ('rules', ?)", (json.dumps(fixed),))
 
     def recorded_fixed_keys(self) -> dict[str, Any] | None:

@@ -5,9 +5,9 @@ Files of large bodies that the target lacks are copied first; then the target's 
 target always holds a whole copy, the previous one or the new one. To restore, copy its files into a run's folder.
 
 Pruning deletes the bytes of trajectories that no resume from a durable checkpoint of step c or later needs. These are
-the trajectories that were trained or evaluated before step c, and those that were dropped before the commit that
-produced step c. Their rows, digests and sums stay. A resume from an older checkpoint, whose batch has lost its bytes,
-is refused.
+the trajectories that were trained or evaluated before step c, and those that were dropped before the batch of step
+c - 1 was trained. Their rows, digests and sums stay. A resume from an older checkpoint is refused if it would train a
+batch again whose bytes were deleted.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `RunFolder.open` calls `upgrade` while it holds the run's lock, so no other process works with the file. The old file is
 kept beside the new one as `ledger.sqlite.before-schema-N`. The upgrade is one transaction: a crash leaves the old file.
-Each entry of `MIGRATIONS` leads from its schema to the next one and is never edited after a release.
+Each entry of `MIGRATIONS` upgrades its schema to the next one and is never edited after a release.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ FUNCTIONS: tuple[tuple[str, int, Callable[..., bytes]], ...] = (("reward_digest"
 
 
 def is_old(path: Path) -> bool:
-    """Whether `upgrade` has to run before the ledger at `path` can be opened."""
+    """Whether the ledger at `path` has an older schema that `upgrade` can upgrade."""
     if not path.is_file():
         return False
     with closing(sqlite3.connect(path)) as connection:

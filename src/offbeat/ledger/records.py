@@ -30,7 +30,8 @@ class LedgerTerms:
     max_attempts: int = 3
     """Number of failed attempts after which a task ends as failed."""
     in_rounds: bool = False
-    """Whether training tasks are leased only between the publication of a version and the claim of its step."""
+    """Whether training tasks are leased in rounds: only from the publication of a version until the batch of its step
+    is claimed."""
 
 
 class Purpose(StrEnum):
@@ -63,13 +64,15 @@ class Drop(StrEnum):
     """Why a group was dropped."""
 
     FAILED = "failed"
-    """So many members failed that too few are left to train on; re-issued once, with another seed."""
+    """So many members failed that too few are left to train on; a training prompt is issued again once, with another
+    seed."""
     STALE = "stale"
-    """Every token is too stale to be trained; re-issued with the same seed."""
+    """Every token is too stale to be trained; the prompt is issued again with the same seed."""
     ABANDONED = "abandoned"
-    """A resume abandoned its version; re-issued with the same seed, so that the same weights give the same tokens."""
+    """A resume abandoned the version that the group requires, or the versions of all its tokens; a training prompt is
+    issued again with the same seed."""
     NO_SIGNAL = "no_signal"
-    """All its rewards are equal; another prompt takes its place."""
+    """All its rewards are equal, so it teaches nothing; another prompt takes its place."""
 
 
 class TaskState(StrEnum):
@@ -101,7 +104,7 @@ class Outcome(StrEnum):
     LATE = "late"
     """Its task had already ended; the trajectory is stored, and its tokens count as wasted."""
     PARTIAL = "partial"
-    """Stored as the partial of its task, which is open again."""
+    """It is unfinished and was stored as its task's partial; the task may be leased again."""
 
 
 class Submission(NamedTuple):
@@ -132,9 +135,9 @@ class Cursor:
 
     next_ordinal: int
     drawn: Mapping[str, int]
-    """Next source ordinal to draw, by source."""
+    """For each source, the number of the next prompt to draw from it."""
     last: DrawCursor | None = None
-    """Group drawn last, whose prompt may need further siblings; None before the first draw."""
+    """Group drawn last; its prompt may still need further groups (siblings). None before the first draw."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +187,7 @@ class Scores(NamedTuple):
     """Changes that a call of `score` made in the ledger."""
 
     num_tasks: int
-    """Number of tasks whose reward or failure was stored. Results for tasks that did not wait for one do not count."""
+    """Number of tasks whose reward or failure was stored. Results for tasks that waited for no reward are ignored."""
     num_dropped: int
     """Number of groups dropped; others may be admitted in their place."""
 
@@ -215,9 +218,11 @@ class BatchGroup:
     source: str
     members: tuple[Member, ...]
     prompt: int | None = None
-    """Prompt id shared by answers that are claimed separately (gate = release or batch); None for a whole group."""
+    """Prompt id shared by answers that are claimed separately (`batch.gate` = "release" or "batch"); None for a group
+    that is claimed as a whole."""
     earlier: tuple[float, ...] = ()
-    """Rewards of siblings outside the batch that were stored before the batch was claimed."""
+    """Rewards of other answers to the prompt that are not in this batch, but were scored before it was claimed; empty
+    for a group that is claimed as a whole."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +247,7 @@ class ComparedSegment(NamedTuple):
 
 @dataclass(frozen=True)
 class Surviving:
-    """A training group of which at least one task was begun, and which is not in a batch yet."""
+    """A training group with at least one begun task that is in no batch yet."""
 
     first_step: int
     """Step of the oldest version with which a member was begun."""
@@ -259,14 +264,16 @@ class Reconciled:
     parent: int | None
     """Parent of the version that the trainer publishes next; None on a fresh run."""
     replays_batch: bool
-    """Whether the batch of this step was already chosen, so that a claim returns the same data as before."""
+    """Whether a batch was already claimed for this step; the next claim then returns the same data as before."""
     abandoned_versions: tuple[int, ...] = ()
     undone_steps: tuple[int, ...] = ()
     num_reissued_groups: int = 0
     completed_step: int | None = None
-    """Step that the checkpoint contains although its commit was lost; it now counts as trained."""
+    """Step that was trained before the checkpoint was written, but whose commit did not reach the ledger. It now counts
+    as trained. None: there is no such step."""
     generation: int = field(default=0, compare=False)
-    """Generation that the trainer must name in each of its calls; see `offbeat.ledger.batches`."""
+    """Number of this start of a trainer, which the trainer must name in each of its calls; see
+    `offbeat.ledger.batches`."""
 
 
 @dataclass(frozen=True)
@@ -317,7 +324,7 @@ class TokenCounts:
     masked: Mapping[str, int] = field(default_factory=dict)
     waiting: int = 0
     partial: int = 0
-    """Tokens in partials that wait to be continued."""
+    """Tokens in partials (unfinished trajectories) that wait to be continued or are being continued."""
     wasted: Mapping[str, int] = field(default_factory=dict)
     evaluated: int = 0
 
@@ -344,7 +351,7 @@ def derive_seed(seed: int, *path: object) -> int:
 
 @dataclass(frozen=True)
 class Arrival:
-    """Description of a starting trainer, for `reconcile`: its identity, and whether it may undo the run."""
+    """Identity of a trainer that starts, and whether it may undo the run; an argument of `Ledger.reconcile`."""
 
     name: str = "trainer"
     host: str = ""

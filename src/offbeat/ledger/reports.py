@@ -1,7 +1,8 @@
 """Reports for people: trajectories, tasks with their history, evaluation results, counts, and the whole run.
 
-Reports only read, so they can be made while the run continues. Every figure is a sum over the tables. Text is reported
-as tokens; decoding is left to the caller. A pruned trajectory is reported without its tokens.
+Reports only read, so they can be made while the run continues. Every figure is computed from the tables. Text is
+reported as tokens; decoding is left to the caller. A pruned trajectory (one whose bytes were deleted) is reported
+without its tokens.
 
 In the ledger, the step of a batch is the number of steps that were trained before it. Reports count steps from 1, as
 the console and the metrics do: this module converts.
@@ -48,11 +49,11 @@ PLAIN = ("group", "ordinal", "member", "purpose", "source", "state", "reason", "
 
 class AnswersInHand(NamedTuple):
     num_train: int
-    """Answers of groups that are in no batch yet."""
+    """Number of stored answers of training groups that are in no batch yet."""
     num_eval: int
-    """Answers of the evaluation in progress."""
+    """Number of stored answers of the evaluation in progress."""
     num_eval_wanted: int
-    """Number of answers that this evaluation needs in all; 0: none is in progress."""
+    """Number of answers that this evaluation needs in all; 0: no evaluation is in progress."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class TrajectoryFilter:
 
     purpose: str | None = None
     step: int | None = None
-    """As in `TrajectoryRow`."""
+    """Step as in `TrajectoryRow.step`, counted from 1."""
     source: str | None = None
     worker: str | None = None
     min_reward: float | None = None
@@ -159,7 +160,7 @@ class TaskDetail:
     rewards: tuple[Reward, ...]
     error: str | None
     step: int | None
-    """As in `TrajectoryRow`."""
+    """Step as in `TrajectoryRow.step`, counted from 1."""
     segments: tuple[TokenRun, ...] = ()
     history: tuple[Event, ...] = ()
 
@@ -176,7 +177,7 @@ class Producer:
     num_tokens: int
     """Sampled tokens."""
     seconds: float
-    """Wall time between its first and its last accepted trajectory."""
+    """Wall time between the worker's first and its last accepted trajectory."""
     num_leased: int
     num_partials: int = 0
     """Number of partials that it handed back."""
@@ -248,7 +249,8 @@ class Reports(Versions):
     def walk_trajectories(
         self, which: TrajectoryFilter = EVERYTHING
     ) -> Iterator[tuple[TrajectoryRow, Trajectory | None]]:
-        """Yields trajectories in order of acceptance. Loads them in slices; a pruned trajectory is None."""
+        """Yields pairs of a row and its trajectory (None if it was pruned), in order of acceptance. Loads `SLICE`
+        trajectories at a time."""
         after = 0
         while found := self.list_trajectories(SLICE, "oldest", which, after):
             yield from zip(found, self.load_trajectories(found), strict=True)
@@ -366,7 +368,7 @@ class Reports(Versions):
         )
 
     def answers_in_hand(self) -> AnswersInHand:
-        """Counts the answers for the next batch, and those of the evaluation in progress."""
+        """Counts the stored answers that are in no batch yet, and those of the evaluation in progress."""
         train = """SELECT COALESCE(SUM(num_trajectories), 0) FROM groups
                    WHERE (state = 'open' OR state = 'ready') AND purpose = 'train'"""
         evaluation = """SELECT COALESCE(SUM(num_trajectories), 0), COALESCE(SUM(size), 0) FROM groups
@@ -375,7 +377,7 @@ class Reports(Versions):
         return AnswersInHand(_one(self, train), *self.execute(evaluation).fetchone())
 
     def waiting_for(self) -> str:
-        """Describes what the next batch still needs."""
+        """Describes, in one line for error messages and reports, how far the groups of the next batch are."""
         query = """SELECT state, COUNT(*) FROM groups WHERE (state = 'open' OR state = 'ready') AND purpose = 'train'
                    GROUP BY state"""
         states = dict(self.execute(query))

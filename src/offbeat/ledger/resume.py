@@ -1,16 +1,17 @@
 """Resuming a trainer from a checkpoint that may be older than the ledger.
 
-Everything after the checkpoint's step is undone, so that the history without the undone steps trains nothing twice and
-loses nothing. Versions of later steps are abandoned: their numbers are not reused, and their tokens are never trained.
+Everything after the checkpoint's step is undone. The steps that remain train no group twice, and no prompt is lost.
+Versions of later steps are abandoned: their numbers are not reused, and their tokens are never trained.
 The batch of the checkpoint's step is claimed again, with the same data. Later batches are undone. Groups that have only
 abandoned tokens, or that require an abandoned version, are dropped and re-issued with the same ordinal and seed for the
 same step. The new groups wait until that step has a version again.
 
-Groups that were dropped without a signal in later steps stay dropped: the same weights would give them the same
-rewards. They still count as drawn for their step, so that the step's other groups are judged as before.
+Groups that were dropped in later steps because their rewards were equal stay dropped: with exact generation
+(`run.exact`) they would get the same rewards again. They still count as drawn for their step, so that the step's other
+groups are judged as before.
 
 With exact generation, the replayed steps see the same groups in the same order with the same tokens. A second resume
-from the same checkpoint changes nothing more.
+from the same checkpoint changes nothing more, unless the run went on in between.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rewards: trajectories that wait for one, and their results.
+"""Rewards: the trajectories that wait for a reward, and the rewards or failures that are stored for them.
 
 Guarantees: a reward is stored once. A reward that could not be computed, is not finite or is too large (`MAX_REWARD`)
 is never stored as a value: its task fails, with the reason. A result for a task that no longer waits is ignored.
@@ -47,7 +47,7 @@ class Rewards(Database):
     @transactional
     def score(self, results: Sequence[Scored]) -> Scores:
         """Stores rewards and failures, and ends the groups that now have all their results. Ignores results for tasks
-        that do not wait for one. Returns how many tasks this changed and how many groups it dropped."""
+        that wait for no reward. Returns how many tasks this changed and how many groups it dropped."""
         query = "SELECT id, state, group_id FROM tasks WHERE id IN (SELECT value FROM json_each(?))"
         known = {
             task: (state, group) for task, state, group in self.execute(query, (array([r.task for r in results]),))
@@ -71,8 +71,8 @@ class Rewards(Database):
 
 
 def _before_first(db: Database) -> int:
-    """Returns the `seq` after which `unscored` starts: one less than that of the first trajectory that waits for a
-    reward, or a huge number if none waits. Fast, because it searches only open groups."""
+    """Returns one less than the `seq` of the first trajectory that waits for a reward, for `unscored` to start after
+    it; a huge number if none waits. Fast, because it searches only open groups."""
     query = """SELECT MIN(j.seq) - 1 FROM groups g CROSS JOIN tasks t ON t.group_id = g.id
                CROSS JOIN trajectories j ON j.task = t.id WHERE g.state = 'open' AND t.state = 'accepted'"""
     (before,) = db.execute(query).fetchone()

@@ -1,12 +1,17 @@
 """Submissions: trajectories, whole or partial, that workers hand in.
 
 Guarantees: a task never has more than one trajectory. Submitting the same bytes again changes nothing; other bytes
-under the same fence are a conflict, and an old fence is refused. A stored trajectory answers the issued prompt within
-the issued length, continues the partial that was issued with it, and ends as it claims: by a stop token or at full
-length. All its tokens are sampled, and each segment names a published version. If the task requires a step, all these
-versions are of that step; otherwise the tokens of at least one may still be trained. Each segment is stored with the
-worker that submitted it first. A trajectory that arrives after its task has ended is stored and counts as wasted. A
-refused submission does not affect the others.
+under the same fence are a conflict, and an old fence is refused. A refused submission does not affect the others.
+
+Trajectories and partials (unfinished trajectories) pass the same checks. Prompt and `max_new_tokens` are those of the
+task. The trajectory begins with the partial that its task was leased with, if any. All its tokens are sampled, and each
+segment names a published version. If the task requires a version (`require_version`), all segments are of that
+version's step; otherwise at least one segment's version is within the staleness bound at the run's current step. A
+whole trajectory must also have ended as it claims: by a stop token or at full length.
+
+Each segment is stored with the worker that submitted it first. After a task has failed or was dropped, a partial is
+refused, but a whole trajectory is stored, and its tokens count as wasted. It need not begin with the task's partial,
+and its versions may be of any step.
 """
 
 from __future__ import annotations
@@ -30,8 +35,8 @@ ENDED = ("failed", "dropped")
 
 
 class Issued(NamedTuple):
-    """Row of the query `ISSUED`: a task for which a submission arrived, with its trajectory and latest partial. States
-    are plain strings to save time, because this is built for every trajectory of a run."""
+    """Row of the query `ISSUED`: a task for which a submission arrived, with its stored trajectory and latest partial.
+    States are plain strings to save time, because a row is built for every trajectory of a run."""
 
     task: int
     state: str
@@ -67,7 +72,7 @@ TRAJECTORIES = (
 
 
 class Fresh(NamedTuple):
-    """A submission that will be stored."""
+    """A submission that passed all checks and will be stored: `body` is its encoding, `digest` the hash of `body`."""
 
     submission: Submission
     body: bytes
@@ -76,7 +81,7 @@ class Fresh(NamedTuple):
 
 
 class SubmissionValidator:
-    """Checks the submissions of a transaction one by one; `fresh` collects the ones to store, by task."""
+    """Checks the submissions of a transaction one by one; collects those to store in `fresh`, by task."""
 
     def __init__(self, db: Database, submissions: Sequence[Submission]):
         self.db = db

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 SCHEMA = 6
-"""Schema number, raised with every change of `TABLES`; a file with another schema is refused."""
+"""Number raised with every change of `TABLES`. `Database` refuses files with another number; `migrations` upgrades
+older ones when a run is resumed."""
 
 
 TABLES = """

@@ -1,8 +1,8 @@
 """Verifies the ledger's invariants, independently of the code that maintains them.
 
-Verification reads one snapshot, so it can be done while the run continues. It checks the consistency of the file,
-`RULES`, the bytes of every trajectory against the tables, every reward against its digest, every seed, and that each
-generated token is counted exactly once.
+Verification reads one snapshot, so it can be done while the run continues. It checks the consistency of the file, the
+`RULES`, and that each generated token is counted exactly once. It compares the bytes of every trajectory with the
+tables, every reward with its digest, and every seed with the one derived from its group's seed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from offbeat.trajectory import Trajectory
 
 
 class Rule(NamedTuple):
-    """An invariant of the tables. Rules trust no stored sum, but compare it with the rows that it adds up."""
+    """An invariant of the tables. Rules recompute each stored sum from the rows that it adds up."""
 
     message: str
     """Format string for the columns of an offending row."""

@@ -1,8 +1,8 @@
-"""Published versions: their numbers, their line of descent, and the groups bound to the version of their step.
+"""Published versions: their numbers, and the parent from which each was trained.
 
-Guarantees: a number is never reused. A new version's parent is living (not abandoned) and is either of the step before
-or of the same step, if the same weights get a new number after a resume. So the living versions form one line, and
-living versions of the same step have the same weights: a task that requires one of them may use another.
+Guarantees: a number is never reused. A new version's parent is living (not abandoned). It is of the previous step, or
+of the same step if a resume published the same weights again under a new number. So the living versions form one line,
+and living versions of the same step have the same weights: a task that requires one of them may use another.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HERE = "./"
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """Step of a version, and whether the version was abandoned."""
+    """Step of a version, and whether a resume abandoned the version."""
 
     step: int
     is_abandoned: bool
@@ -34,8 +34,8 @@ class Lineage:
 
 class Versions(Database):
     def latest_version(self) -> Version | None:
-        """Returns the newest version that is not abandoned, from which the next step is trained; None before the
-        first."""
+        """Returns the newest version that is not abandoned; the next step is trained from it. None before the first
+        version."""
         row = self.execute(
             f"SELECT {COLUMNS} FROM versions NOT INDEXED WHERE abandoned = 0 ORDER BY number DESC LIMIT 1"
         ).fetchone()
@@ -74,7 +74,7 @@ class Versions(Database):
 
     @transactional
     def publish(self, version: Version) -> None:
-        """Records a version that no `commit` made: a run's first, or a checkpoint's weights under a new number."""
+        """Records a version that no `commit` records: a run's first, or a resumed checkpoint's under a new number."""
         if is_recorded(self, version):
             return
         if version.parent is None:
@@ -170,8 +170,8 @@ def is_recorded(db: Database, version: Version) -> bool:
 
 
 def record(db: Versions, version: Version) -> None:
-    """Stores a new version. Enters its number in the batch that produced it, in the claimed batch that is trained from
-    it, and in the open groups that require its step."""
+    """Stores a new version. Also stores its number in the batch that produced it, in an already claimed batch of its
+    step, and in the open groups that require its step."""
     smallest = db.next_version_number()
     if version.number < smallest:
         raise Refused(f"version number {version.number} is too low; numbers only grow, and the next is {smallest}")
@@ -194,8 +194,8 @@ def record(db: Versions, version: Version) -> None:
 
 
 def _row(db: Database, version: Version) -> tuple[int, int, int | None, str, str, str]:
-    """Returns a version's row in the table: number, step, parent, digest, path, manifest. A path inside the ledger's
-    folder becomes relative, so that a run can be moved."""
+    """Returns a version's row of the table `versions`, with the columns in `COLUMNS`. A path inside the ledger's folder
+    becomes relative, so that a run can be moved."""
     folder, path = db.path.parent.absolute(), version.path
     stored = f"{HERE}{path.relative_to(folder)}" if path.is_relative_to(folder) else str(path)
     return version.number, version.step, version.parent, version.digest, stored, version.manifest

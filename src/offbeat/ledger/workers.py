@@ -1,10 +1,10 @@
 """Join tokens, workers and their secrets.
 
-A join token is issued to a person, expires soon and is exchanged once for a worker's name. The worker draws its own
-secret and sends only the secret's hash. Tokens and secrets are 256 random bits, stored as hashes, so that someone who
-reads the file cannot impersonate a worker. The exchange is one transaction, so that a token makes at most one worker
-even if several processes use it. Using the token again with the same secret returns the same worker, so that a worker
-can repeat a request whose response was lost.
+A join token is issued to a person, expires soon, and makes one worker with a name of its own. Here, trainers and remote
+judges (which compute rewards) are workers, too. The worker draws its own secret and sends only the secret's hash.
+Tokens and secrets are 256 random bits, stored as hashes, so that someone who reads the file cannot impersonate a
+worker. Joining is one transaction, so that a token makes at most one worker even if several processes use it. Using the
+token again with the same secret returns the same worker, so that a worker can repeat a request whose response was lost.
 
 Every change of a worker's state is counted, so that a process that caches workers notices changes by other processes.
 """
@@ -32,8 +32,8 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 """Allowed names of workers: they are used verbatim in logs, metrics and file names."""
 COLUMNS = "name, role, state, reason, capabilities, joined_at"
 AWAY_AFTER_S = 60.0
-"""Silence after which a worker counts as away. Even a worker with nothing to do asks for work every few seconds; only a
-trainer may be silent for as long as a step takes."""
+"""Seconds without a call after which a worker counts as away. Even a worker with nothing to do asks for work every few
+seconds; only a trainer may be silent for as long as a step takes."""
 SEEN, COORDINATOR = "worker_seen", ""
 """Key in `meta` of a map from each worker's name to the wall time of its latest call; and the name in this map that
 stands for the coordinator."""
@@ -54,9 +54,9 @@ class WorkerState(StrEnum):
 
     ACTIVE = "active"
     LEFT = "left"
-    """Signed off; it may return with its secret."""
+    """It left the run; it may return with its secret."""
     QUARANTINED = "quarantined"
-    """Refused, because its results could not be trusted."""
+    """Its calls are refused, because its results could not be trusted."""
     REVOKED = "revoked"
     """Its secret is invalid forever."""
 
@@ -86,7 +86,8 @@ class WorkerRecord:
     num_leased: int = 0
     """Number of tasks that it holds; set by `list_workers` only."""
     last_seen_at: float | None = None
-    """Wall time of its latest known call, a few seconds late; set by `list_workers` only. None: not known."""
+    """Wall time of its latest known call; calls of the last few seconds may be missing. Set by `list_workers` only.
+    None: not known."""
     is_away: bool = False
     """Whether it is active, but has been silent for `AWAY_AFTER_S` or its coordinator no longer runs; set by
     `list_workers` only. A trainer may be silent for longer."""
@@ -122,8 +123,8 @@ class Workers(Database):
 
     @transactional
     def redeem(self, token: str, name: str, capabilities: Mapping[str, Any], hashed_secret: bytes) -> JoinedWorker:
-        """Exchanges a join token for a worker named `name`, or `name-2` and so on if taken. A repeated call with the
-        same secret returns the same worker. Raises `Forbidden` if the token or the secret cannot be used."""
+        """Creates the worker that joins with `token`, named `name`, or `name-2` and so on if taken. A repeated call
+        with the same secret returns the same worker. Raises `Forbidden` if token or secret cannot be used."""
         found = self.execute(
             "SELECT role, expires_at, used_by FROM join_tokens WHERE hash = ?", (secret_hash(token),)
         ).fetchone()

@@ -1,7 +1,8 @@
 """Health of an engine server: whether it answers, and whether it still serves the weights that were loaded into it.
 
-Keeps tokens of unknown weights out of training. The caller reports observations and checks `may_generate`; no I/O. A
-server's label for its weights proves nothing by itself, because a restarted server may reuse it.
+Keeps tokens of unknown weights out of training. The caller reports what it observes and generates only while
+`may_generate` is true; no I/O. A server has a label (name) for its weights, which proves nothing by itself: a restarted
+server may use the label again.
 
 Guarantees: generation is allowed only after a refresh, that is, a load of verified weights. After a death or an
 unexpected label of the server, another refresh is needed. Reports must be made in order: a label that is read before a
@@ -48,7 +49,7 @@ class Health:
         self._clock, self.dead_after_s = clock, dead_after_s
         self._state = State.STALE
         self._label: str | None = None
-        """Label of the last refresh."""
+        """Label under which weights were loaded last; None before the first load."""
         self._failing_since_s: float | None = None
         """Time of the first failure since the last answer; None if the last call was answered."""
         self._why = self._why_stale = "nothing was loaded into it yet"

@@ -1,14 +1,15 @@
 """The event model: simulates rounds of generation to predict the effect of over-provision factors.
 
-A round begins with a burst of `factor` × groups_per_step groups: survivors of earlier rounds, filled up with fresh
-groups. All decode until the batch of the step is complete; then everything stops, the step is trained, and unfinished
-groups survive into the next round. A round is computed from the order in which answers end, not token by token. All
-factors are simulated at once, each in its own lane, because arrays of a dozen lanes cost little more than those of one.
+A round is the generation from one version until the batch of its step is complete. It begins with `factor` ×
+groups_per_step groups: the survivors (unfinished groups) of earlier rounds, filled up with new groups. When the batch
+is complete, everything stops and the step is trained; unfinished groups survive into the next round. A round is
+computed from the order in which answers end, not token by token. All factors are simulated at once in numpy arrays,
+which takes little longer than simulating one. The simulation of one factor is called a lane.
 
-Guarantees: the same seed gives the same outlooks, and all factors of one call see the same answers in the same order,
-so that their differences are not luck. Batches are chosen as by `offbeat.rules.groups.select` with `in_order=False`. A
-token counts as generated in its round, and as delivered, with its age in rounds, when its group enters a batch. No
-token is discarded.
+Guarantees: the same seed gives the same predictions (`Outlook`). All factors of one call see the same answers in the
+same order, so that their differences are not luck. Batches are chosen as by `offbeat.rules.groups.select` with
+`in_order=False`. A token counts as generated in its round. It counts as delivered when its group enters a batch, with
+the number of rounds since then as its age. No token is discarded.
 """
 
 from __future__ import annotations
@@ -27,26 +28,27 @@ from offbeat.rules.step_time import StepTime
 
 @dataclass(frozen=True)
 class Flow:
-    """Totals of one simulated round; each array has an entry per lane (the simulation of one over-provision factor)."""
+    """Totals of one simulated round. Each array has an entry per lane (the simulation of one over-provision factor).
+    `num_steps` counts decode steps."""
 
     num_steps: np.ndarray
     num_rows: np.ndarray
-    """Rows (running answers), summed over the decode steps, which is the number of tokens generated."""
+    """Number of rows (running answers), summed over the decode steps: the number of tokens generated."""
     num_context_tokens: np.ndarray
     """Tokens of context read from the KV cache, summed over the decode steps."""
     num_prefilled_tokens: np.ndarray
     num_prefilled_again: np.ndarray
-    """Prefilled tokens of continued answers, included in `num_prefilled_tokens`."""
+    """Prefilled tokens of answers that were begun in an earlier round; included in `num_prefilled_tokens`."""
     peak_context_tokens: np.ndarray
-    """Largest number of context tokens (of prompts and answers) that all running answers together have at once."""
+    """Largest total length in tokens, at any decode step, of all running answers with their prompts."""
     delivered_by_age: np.ndarray
-    """Tokens of the batch, by lane and by the number of rounds since they were generated."""
+    """Number of the batch's tokens, by lane and by the number of rounds since the tokens were generated."""
 
 
 @dataclass(frozen=True, slots=True)
 class BurstRules:
-    """Settings that are the same for all simulated rounds and over-provision factors. Fields without a description are
-    as in `EventModelConfig`."""
+    """Settings that are the same for all rounds and lanes. Fields without a description are as in
+    `EventModelConfig`."""
 
     num_wanted: int
     """Number of groups in a batch; if the gate is "release", every answer counts as a group of one."""
@@ -58,9 +60,9 @@ class BurstRules:
 
 
 class Bursts:
-    """Simulates rounds of generation in lanes, one per over-provision factor. Each round fills every lane up to its
-    `num_alive` groups. The groups unfinished before the first round are described by `have` (tokens of each answer so
-    far), `left` (tokens that each still needs) and `ages` (rounds since each group began)."""
+    """Simulates rounds of generation in lanes, one per over-provision factor. Each round first fills every lane up to
+    its `num_alive` groups. Groups begun before the first round are described by `have` (tokens of each answer so far),
+    `left` (tokens that each answer still needs) and `ages` (rounds since each group began)."""
 
     def __init__(self, terms: BurstRules, num_alive: np.ndarray, have: np.ndarray, left: np.ndarray, ages: np.ndarray):
         self.terms, self._num_alive = terms, num_alive
@@ -68,8 +70,8 @@ class Bursts:
         self._have, self._left = np.zeros(shape), np.zeros(shape)
         self._by_age = np.zeros((*shape[:2], terms.max_staleness + 1))
         self._begun, self._is_alive = np.zeros(shape[:2]), np.zeros(shape[:2], bool)
-        """Two values for each place (room for one group) of a lane: the round in which its group got its first token,
-        which is negative for initial survivors; and whether the place is taken."""
+        """Two values for each place (room for one group) of a lane. The first is the round in which its group got its
+        first token, negative for groups begun before the simulation. The second is whether the place is taken."""
         num, ages = len(have), np.minimum(ages, terms.max_staleness)
         self._have[:, :num], self._left[:, :num] = have, left
         self._by_age[:, np.arange(num), ages] = have.sum(axis=1)  # all counted as old as the first token
@@ -77,8 +79,8 @@ class Bursts:
         self._round, self._num_fresh = 0, np.zeros(len(num_alive), np.int64)
 
     def play(self, fresh: np.ndarray) -> Flow:
-        """Simulates a round in every lane and returns its totals. `fresh` holds the answer lengths of new groups and
-        must be the same in every round: each lane goes on where it stopped in the round before."""
+        """Simulates a round in every lane and returns its totals. `fresh` holds the answer lengths of all new groups,
+        in the order in which every lane takes them. It must be the same array in every round."""
         self._admit(fresh)
         terms = self.terms
         starts = self._starts()
@@ -97,7 +99,7 @@ class Bursts:
         return Flow(last, made.sum(axis=(1, 2)), read, first + again, again, peak, delivered)
 
     def _admit(self, fresh: np.ndarray) -> None:
-        """Begins new groups in every lane up to its number of groups; `fresh` is as for `play`."""
+        """Adds new groups to every lane until it has its number of groups; `fresh` is as for `play`."""
         is_free = ~self._is_alive
         wanted = np.maximum(self._num_alive - self._is_alive.sum(axis=1), 0)
         place = is_free.cumsum(axis=1)
@@ -110,7 +112,7 @@ class Bursts:
         self._num_fresh += wanted
 
     def _starts(self) -> np.ndarray:
-        """Returns how many decode steps each answer waits for a slot of the engine; 0 if one is free at once. Groups
+        """Returns how many decode steps each answer waits for a slot of the engine; 0 if a slot is free at once. Groups
         begun longest ago get slots first."""
         starts, slots = np.zeros(self._left.shape), self.terms.slots
         if slots is None:
@@ -128,9 +130,9 @@ class Bursts:
         return starts
 
     def _last_step(self, ready_at: np.ndarray) -> np.ndarray:
-        """Returns the decode step after which each lane's batch is complete. `ready_at` holds the step at which each
-        group is ready. The batch needs enough ready groups, among them the old ones that later batches could not train
-        in time."""
+        """Returns the decode step after which each lane's batch is complete. `ready_at` holds the decode step at which
+        each group is finished. The batch needs enough finished groups. Among these must be the old groups that would
+        exceed `max_staleness` in later batches."""
         wanted, max_staleness = self.terms.num_wanted, self.terms.max_staleness
         last = np.partition(ready_at, wanted - 1, axis=1)[:, wanted - 1]
         begun = np.floor(self._begun)
@@ -144,8 +146,8 @@ class Bursts:
         return last
 
     def _take(self, is_ready: np.ndarray) -> np.ndarray:
-        """Removes each lane's batch: of its ready groups, those begun longest ago. Makes all other tokens one round
-        older; returns the batch's tokens by age."""
+        """Removes each lane's batch, which are the groups begun longest ago among those in the mask `is_ready`. Makes
+        all other tokens one round older. Returns the number of tokens in each batch by age."""
         wanted = self.terms.num_wanted
         order = np.where(is_ready, self._begun, np.inf)
         is_taken = order <= np.partition(order, wanted - 1, axis=1)[:, wanted - 1, None]
@@ -162,10 +164,12 @@ class Bursts:
 
 
 def _context(before: np.ndarray, starts: np.ndarray, made: np.ndarray, pads: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Returns, for each lane, the tokens of context read in a round and the most that all running rows together have.
+    """Returns two numbers per lane (simulation of one factor): how many context tokens a round reads from the KV cache,
+    and the largest total length of all running rows at any decode step.
 
-    A row (one answer) begins at step `starts` with `before` tokens and grows by one in each of `made` steps. A padded
-    step reads rows × longest row, separately for long and short rows; this split is chosen when the round begins.
+    A row is one answer with its prompt. It begins at decode step `starts` with a length of `before` tokens and grows by
+    one token in each of `made` decode steps. If `pads`, the engine pads rows: a decode step reads number of rows ×
+    longest row. It does so separately for long and short rows, a split chosen when the round begins (`is_long_row`).
     """
     num_lanes = len(before)
     runs = made > 0
@@ -180,8 +184,8 @@ def _context(before: np.ndarray, starts: np.ndarray, made: np.ndarray, pads: boo
 def _padded(
     before: np.ndarray, starts: np.ndarray, made: np.ndarray, some: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the same as `_context`, but for the rows in the mask `some` only, and as if each step padded them to the
-    longest."""
+    """Returns the two numbers of `_context` for the rows in the mask `some` only. Tokens read are counted as if each
+    decode step padded these rows to the longest of them."""
     num_lanes = len(before)
     runs, made = some.reshape(num_lanes, -1), np.where(some, made, 0.0)
     ends = np.where(runs, (starts + made).reshape(num_lanes, -1), 0.0)
@@ -198,7 +202,8 @@ def _padded(
 
 
 def _num_not_begun(starts: np.ndarray, made: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """Returns how many answers of each lane have not begun at the steps `at`; those with `made` 0 do not count."""
+    """Returns how many answers of each lane begin (`starts`) after each of the decode steps `at`. Answers that get no
+    token in this round (`made` = 0) do not count."""
     if not starts.any():
         return np.zeros(at.shape)
     waits = np.sort(np.where(made > 0, starts, 0.0).reshape(len(at), -1), axis=1)
@@ -207,14 +212,14 @@ def _num_not_begun(starts: np.ndarray, made: np.ndarray, at: np.ndarray) -> np.n
 
 
 NUM_ROUNDS = 24
-"""Rounds simulated per factor. The controller also averages over versions."""
+"""Number of rounds simulated per factor. The controller averages predictions over versions, so few are enough."""
 SETTLING = 3
 """The first 1/SETTLING of the rounds are not counted, because unfinished groups still accumulate in them."""
 
 
 @dataclass(frozen=True, slots=True)
 class EventModelConfig:
-    """Settings of the simulation of generation, which are the same in every round."""
+    """Settings of a simulation, which are the same in every round."""
 
     groups_per_step: int
     group_size: int
@@ -226,14 +231,14 @@ class EventModelConfig:
     max_context_tokens: float | None = None
     """Size of the KV cache in tokens; None: no limit."""
     gate: Literal["strict", "release"] = "strict"
-    """A round ends with groups_per_step whole groups (strict), or with as many single answers as these have
-    (release)."""
+    """strict: a round ends when groups_per_step whole groups are finished. release: it ends when as many single answers
+    are finished as groups_per_step groups have."""
     resumes: bool = False
-    """Whether a trajectory continues from its kept KV cache; otherwise its whole prefix is prefilled again."""
+    """Whether an unfinished answer continues from its kept KV cache; if not, its tokens are prefilled again."""
     pads: bool = False
-    """Whether the engine pads: a step then reads rows × longest context."""
+    """Whether the engine pads: a decode step then reads number of rows (running answers) × longest context."""
     update_s: float = 0.0
-    """Time from the end of a round to the beginning of the next."""
+    """Seconds from the end of a round to the beginning of the next, in which the step is trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +248,7 @@ class Survivor:
     age: int
     """Number of training steps since the group was begun; 1: it was begun in the previous round."""
     num_tokens: tuple[int, ...]
-    """Tokens of each member so far."""
+    """Number of tokens that each member has so far."""
     ended: tuple[bool, ...]
 
 
@@ -255,16 +260,16 @@ class Outlook:
     tokens_per_s: float
     """Generated tokens per second; in the long run all of them get into a batch."""
     step_s: float
-    """Seconds of a round and of the update after it."""
+    """Seconds of a round and of the training after it."""
     off_policy_share: float
     """Share of a batch's tokens that were generated before the round that completed the batch."""
     staleness_p95: int
     staleness_max: int
     reprefill_share: float
-    """Share of the time spent on prefilling continued answers again."""
+    """Share of the time that is spent on prefilling again answers that were begun in an earlier round."""
     mean_rows: float
     max_context_tokens: float
-    """Largest number of context tokens that all running answers together have at once, in any round."""
+    """Largest total length in tokens, at any decode step of any round, of all running answers with their prompts."""
 
 
 @dataclass(frozen=True)
@@ -329,7 +334,7 @@ def _draw_answers(
 
 
 def _stratified(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-    """Draws standard normal numbers, one from each of equally likely ranges, so that even a small sample has a tail."""
+    """Draws standard normal numbers, one from each of equally likely ranges: even a small sample has extreme values."""
     num = shape[0] * shape[1]
     return score((rng.permutation(num) + rng.random(num)) / num).reshape(shape)
 

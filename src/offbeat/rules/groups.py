@@ -1,16 +1,16 @@
 """Rules for groups: which ones a step trains, how many may be drawn or begun, and when a group has ended.
 
 Selection. S is the bound on staleness, `max_staleness`. Tokens are never trained if they are staler than S, were given
-by an environment, or belong to an abandoned version. A batch is whole or empty. With `in_order`, no group is taken
-while one of a lower ordinal is unfinished. Otherwise an unfinished group is passed over as long as later steps can
-still train it in time. So if at most S + 1 steps' worth of groups are alive, and each is begun with the newest version,
-none of their tokens becomes staler than S.
+by an environment, or belong to an abandoned version. A batch has `groups_per_step` groups, or none while the step must
+wait. With `in_order`, no group is taken while one of a lower ordinal is unfinished. Otherwise an unfinished group is
+passed over as long as later steps can still train it in time. So if at most (S + 1) × `groups_per_step` groups are
+alive, and each is begun with the newest version, none of their tokens becomes staler than S.
 
 Admission. When the version of a step is published, groups are drawn until r × `groups_per_step` are alive, where r is
 the over-provision factor. No more are drawn than the run will train. With r above 1 the step trains the groups that
 finish first, and the others continue. With r at most S + 1, every group is trained within S steps of its beginning if
-steps take the oldest groups first; `may_begin` ensures the same for workers with an older version. A dropped group
-frees its place; a re-issued group keeps it.
+steps take the oldest groups first; `may_begin` ensures the same for workers with an older version. When a group is
+dropped, another may be drawn, unless the dropped group's prompt is issued again.
 
 Settlement. A failed member is left out while enough members remain; a group fails as soon as too few members can still
 be scored. A group with equal rewards teaches nothing and may be dropped for another prompt. The number of such drops
@@ -49,7 +49,7 @@ class Candidate:
     first_step: int | None = None
     """Step of the oldest version with which a member of the group was begun; None: no member was begun."""
     runs: tuple[VersionRun, ...] = ()
-    """Tokens of the group's scored members; not used before the group is ready."""
+    """Numbers of tokens of the group's scored members, by version; not used before the group is ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +115,8 @@ def _last_chance(queue: Sequence[Candidate], take: Sequence[Candidate], oldest: 
     are not stale and `take` those for the batch, both sorted by age; `oldest` is the oldest trainable step.
 
     The batch waits if, for some n, the unfinished groups that must be trained within the n steps after this one do not
-    fit into the batches of these n steps. Groups that are already too old, or younger than every group in `take`, are
-    no reason to wait."""
+    fit into the batches of these n steps. An unfinished group is no reason to wait if it is already too old, or if no
+    group in `take` is younger than it."""
     passed_over = [
         candidate for candidate in queue if not candidate.ready and oldest <= _begun(candidate) < _begun(take[-1])
     ]
@@ -139,7 +139,7 @@ class AdmissionState:
     """Progress of a run, from which `admit` decides."""
 
     step: int | None
-    """Step of the newest version that is not abandoned, which is trained next; None before the first version."""
+    """Step to train next: that of the newest version that is not abandoned; None before the first version."""
     num_alive: int
     """Number of open, ready or claimed groups that the next training step may use."""
 
@@ -167,7 +167,7 @@ def admit(state: AdmissionState, target: AdmissionTarget) -> int:
 
 
 def may_begin(step: int, begun: Mapping[int, int], next_step: int, groups_per_step: int, max_staleness: int) -> int:
-    """Returns how many groups may be begun now with the version of `step`, so that every group can be trained in time.
+    """Returns how many groups may be begun now with the version of `step`, so that no group becomes too stale to train.
 
     `begun` counts the groups that are begun but in no batch yet, by the step of the oldest version they were begun
     with. `next_step` is the first step without a batch. Batches take the oldest groups first. So for every step s, the
@@ -180,7 +180,7 @@ def may_begin(step: int, begun: Mapping[int, int], next_step: int, groups_per_st
 
 
 MAX_RETRIES = 1
-"""A prompt whose group failed is tried once more; a second failure is blamed on the prompt."""
+"""How often a prompt is issued again after its group failed; after that, the prompt itself is taken to be the cause."""
 EQUAL_WITHIN = 1e-8
 """Rewards closer than this count as equal."""
 
@@ -197,8 +197,8 @@ class GroupVerdict(StrEnum):
 
 
 def settle(size: int, num_scored: int, num_failed: int, min_group: int) -> GroupVerdict:
-    """Returns whether a group of `size` members is open, ready or failed. To be ready, it needs `min_group` scored
-    members, or all members if it has fewer."""
+    """Returns whether a group of `size` members is open, ready or failed. A ready group has at least `min_group` scored
+    members, or `size` if that is less."""
     if size - num_failed < min(min_group, size):
         return GroupVerdict.FAILED
     return GroupVerdict.READY if num_scored + num_failed == size else GroupVerdict.OPEN

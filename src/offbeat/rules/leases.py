@@ -4,13 +4,14 @@ Guarantees: a lease ends once, by `end`, by `expired` or by a grant under a larg
 renew it, however late, because the coordinator itself may have been late. A grant or renewal under an older fence, or a
 renewal by another worker, changes nothing. The leases of a vanished worker expire together, at the last of their
 deadlines, because `culprit` compares all tasks that the worker held. A lease that a worker no longer names in its
-reports ends at most `ttl_s` after its own deadline.
+heartbeats ends at most `ttl_s` after its own deadline.
 
-Assignment: evaluation comes first, because a version waits to be judged; then started groups; then the lowest ordinal.
-Among the groups that are already begun or require a version (`front`), a group whose KV cache only other workers hold
-comes last, because those workers can continue it without a new prefill. A task that requires a version is given only to
-a worker that has it. Any other group is begun only if pacing allows it for the worker's version, and continued only
-with a version at least as new as the oldest that sampled for it.
+Assignment: evaluation groups come first, because a version waits for its result; then groups with a task that is leased
+or has ended; then the lowest ordinal. Among the groups that are already begun or require a version (`front`), a group
+with partial answers only of other workers comes last: those workers may still hold its KV cache and need no new
+prefill. A task that requires a version is given only to a worker that serves this version. Any other group is begun
+only if pacing (`rules.groups.may_begin`) allows it for the worker's version. It is continued only with a version at
+least as new as the oldest that sampled for it.
 
 A task whose worker vanished is suspect. Tasks with one such loss may take at most an eighth of a worker's slots, tasks
 with two losses a 64th, and so on, but always one slot. So a prompt that kills engines is soon the only suspect of a
@@ -40,7 +41,7 @@ class Leases:
         self.ttl_s, self._clock = ttl_s, clock
         self._deadlines: dict[int, tuple[Lease, float]] = {}
         self._due: dict[int, float] = {}
-        """Time of the next check of each task: its deadline, or later if its worker has renewed other leases since."""
+        """Time at which to check each task's lease: its deadline, or later if its worker renewed other leases since."""
         self._queue: list[tuple[float, int]] = []
         """Heap of pairs of check time and task; outdated entries of renewed and ended leases are skipped."""
 
@@ -55,7 +56,7 @@ class Leases:
                 self._set(lease, deadline_s)
 
     def renew(self, leases: Iterable[Lease]) -> list[Lease]:
-        """Renews leases for `ttl_s`; returns those that are no longer held."""
+        """Renews leases for `ttl_s` seconds from now; returns those of `leases` that had already ended."""
         deadline_s = self._clock() + self.ttl_s
         lost = []
         for lease in leases:
@@ -66,7 +67,7 @@ class Leases:
         return lost
 
     def renew_all(self) -> None:
-        """Renews all leases, for example after a time in which no worker could report."""
+        """Renews all leases, for example after a time in which the coordinator could not receive heartbeats."""
         self.grant(self.all())
 
     def all(self) -> list[Lease]:
@@ -83,7 +84,7 @@ class Leases:
             self._due.pop(task, None)
 
     def expired(self) -> list[Lease]:
-        """Ends and returns the leases that have expired."""
+        """Ends and returns the leases whose time is over."""
         now_s = self._clock()
         overdue = []
         while (next_s := self.next_deadline_s()) is not None and next_s <= now_s:
@@ -177,10 +178,10 @@ class Requester:
     """Number of tasks that the worker holds, by their number of losses (see `OpenGroup.num_losses`); tasks without
     losses are left out."""
     num_open: int | None = None
-    """Number of open tasks of all groups; given if `assign` gets only the first groups."""
+    """Number of open tasks of all groups; set if `assign` gets only the first of these groups."""
 
     def share(self, num_open: int) -> int:
-        """Returns the worker's share of `num_open` tasks in proportion to its slots, at most its capacity."""
+        """Returns the worker's share of `num_open` tasks, in proportion to its slots; at most its `capacity`."""
         num_slots = self.capacity + self.num_held
         if self.total_slots is None or self.total_slots <= num_slots:
             return self.capacity
@@ -188,7 +189,7 @@ class Requester:
 
 
 def assign(groups: Iterable[OpenGroup], requester: Requester) -> list[tuple[int, int]]:
-    """Returns pairs of a group and the number of its tasks that the worker is given, in the order of leasing."""
+    """Returns pairs of a group id and the number of its tasks to lease to the worker, in the order of leasing."""
     given: list[tuple[int, int]] = []
     groups = _in_order(groups)
     num_open = sum(group.num_open for group in groups) if requester.num_open is None else requester.num_open

@@ -6,9 +6,9 @@ running. These records give the Kaplan-Meier estimate of the share of answers lo
 over the lengths t_j ≤ t, where n_j answers reached t_j tokens and d_j of them ended there.
 
 Members of a group answer the same prompt, so a finished member is evidence about those still running. A Gaussian copula
-ties them together: each member has a standard normal score whose rank is the rank of its length, and the share `shared`
-of the score's variance is common to the group. This hidden common part is inferred on a grid, from the lengths of
-finished members and from the current lengths of running members, which are lower bounds.
+models this: each member has a standard normal score whose rank is the rank of its length, and the share `shared` of the
+score's variance is common to the group. This hidden common part is inferred on a grid, from the lengths of finished
+members and from the current lengths of running members, which are lower bounds.
 
 Guarantees: each trajectory counts once, with its latest report. Trajectories that ended under earlier versions count
 exponentially less. Drawn lengths lie between 1 and `max_tokens`, and above the current length of a running member; the
@@ -42,7 +42,7 @@ class LengthDistribution:
     """Distribution of answer lengths, and their correlation within groups."""
 
     survival: np.ndarray
-    """Share of answers with more than t tokens, at t = 0..max_tokens; answers are cut at max_tokens."""
+    """Entry t, from 0 to max_tokens, is the share of answers with more than t tokens; answers are cut at max_tokens."""
     shared: float = 0.0
     """Fraction of the variance of length scores (standard normal scores) that is common to the members of a group."""
 
@@ -60,14 +60,14 @@ class LengthDistribution:
         return np.clip(lengths, 1, self.max_tokens)
 
     def scores(self, num_tokens: np.ndarray) -> np.ndarray:
-        """Returns the standard normal score of answers that ended with `num_tokens`. Equally long answers cover a range
-        of ranks; the score is that of the middle rank."""
+        """Returns the standard normal score of answers that ended with `num_tokens` tokens. Equally long answers cover
+        a range of ranks; the score is that of the middle rank."""
         num_tokens = np.clip(num_tokens, 1, self.max_tokens)
         after = np.where(num_tokens < self.max_tokens, self.survival[num_tokens], 0.0)
         return score(1 - (self.survival[num_tokens - 1] + after) / 2)
 
     def bounds(self, num_tokens: np.ndarray) -> np.ndarray:
-        """Returns the lowest standard normal score that an answer with more than `num_tokens` can have."""
+        """Returns the lowest standard normal score that an answer with more than `num_tokens` tokens can have."""
         return score(1 - self.survival[np.clip(num_tokens, 0, self.max_tokens - 1)])
 
 
@@ -75,14 +75,15 @@ _GROUP_SCORES = np.linspace(-3.5, 3.5, 29)
 _GROUP_PRIOR = -0.5 * _GROUP_SCORES**2
 _SHARES = np.linspace(0.0, 0.9, 7)
 _MAX_SHARE = 0.95
-"""Largest shared part of the variance; with 1, no length would fit a member that outlives its siblings."""
+"""Largest shared part of the variance. With 1, all members of a group would have the same length."""
 
 
 def evidence(law: LengthDistribution, num_tokens: np.ndarray, ended: np.ndarray, shared: float) -> np.ndarray:
     """Returns the log-likelihood of the lengths in each group, for each value of the group's hidden score (the part of
-    the length score that its members share), as groups × values.
+    the length score that its members share). The result has shape (groups, values).
 
-    A row of `num_tokens` and `ended` is a group; a negative number of tokens means that the member is missing.
+    `num_tokens` and `ended` have one row per group and one column per member; a negative number of tokens means that
+    the group has no such member.
     """
     shared = min(shared, _MAX_SHARE)
     scores = np.where(ended, law.scores(num_tokens), law.bounds(num_tokens))
@@ -94,8 +95,8 @@ def evidence(law: LengthDistribution, num_tokens: np.ndarray, ended: np.ndarray,
 
 
 def shared_share(law: LengthDistribution, num_tokens: np.ndarray, ended: np.ndarray) -> float:
-    """Returns the fraction of the variance of length scores that members of a group have in common: the mean of
-    candidate values, weighted by their likelihood. Groups are given as for `evidence`."""
+    """Estimates the fraction of the variance of length scores that members of a group have in common, as the mean of
+    the values in `_SHARES` weighted by their likelihood. `num_tokens` and `ended` are as for `evidence`."""
     prior = np.exp(_GROUP_PRIOR) / np.exp(_GROUP_PRIOR).sum()
     fits = []
     for shared in _SHARES:
@@ -107,14 +108,15 @@ def shared_share(law: LengthDistribution, num_tokens: np.ndarray, ended: np.ndar
 
 
 def group_scores(law: LengthDistribution, num_tokens: np.ndarray, ended: np.ndarray) -> np.ndarray:
-    """Returns the probability of each value of a group's hidden score (see `evidence`), as groups × values."""
+    """Returns the probability of each value of each group's hidden score; shape and parameters as for `evidence`."""
     by_score = evidence(law, num_tokens, ended, law.shared) + _GROUP_PRIOR
     likely = np.exp(by_score - by_score.max(axis=1, keepdims=True))
     return likely / likely.sum(axis=1, keepdims=True)
 
 
 def draw(law: LengthDistribution, num_tokens: np.ndarray, ended: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Draws the final length of each member of groups given as for `evidence`; a member that ended keeps its length."""
+    """Draws the final length of each member of each group; a member that ended keeps its length. `num_tokens` and
+    `ended` are as for `evidence`."""
     shared = min(law.shared, _MAX_SHARE)
     likely = group_scores(law, num_tokens, ended).cumsum(axis=1)
     picks = (rng.random((len(likely), 1)) > likely).sum(axis=1).clip(max=len(_GROUP_SCORES) - 1)
@@ -144,13 +146,13 @@ class _LengthRecord:
     is_event: bool = False
     """Whether the trajectory ended by itself."""
     weight: float | None = None
-    """Weight of a trajectory that has ended; None while it is running, when it counts as 1."""
+    """Weight of a trajectory that has ended; None while it is running. A running one has weight 1."""
 
 
 class LengthEstimator:
-    """Learns the distribution of answer lengths from reports about trajectories, which are identified by key.
-    Trajectories with the same `group` answer the same prompt (None: no siblings are known). `advance` must be called at
-    each new version."""
+    """Learns the distribution of answer lengths from reports about trajectories, which are identified by `key`.
+    Trajectories with the same `group` answer the same prompt; None: nothing is known about other answers. `advance`
+    must be called at each new version."""
 
     def __init__(self, max_tokens: int):
         self.max_tokens = max_tokens
@@ -173,8 +175,8 @@ class LengthEstimator:
             self._records[key].weight = 1.0
 
     def advance(self) -> None:
-        """Reduces the weight of ended trajectories, because a new version has been published. Deletes those that hardly
-        count any more, and the oldest beyond `MAX_RECORDS`."""
+        """Reduces the weight of ended trajectories, because a new version has been published. Deletes those whose
+        weight falls below `MIN_WEIGHT`, and the oldest beyond `MAX_RECORDS`."""
         ended = {key: record.weight for key, record in self._records.items() if record.weight is not None}
         for index, (key, weight) in enumerate(ended.items()):
             if weight * FORGET < MIN_WEIGHT or len(ended) - index > MAX_RECORDS:
@@ -185,7 +187,7 @@ class LengthEstimator:
 
     @property
     def num_ended(self) -> float:
-        """Number of ended trajectories, where those that ended under earlier versions count less."""
+        """Sum of the weights of ended trajectories; those that ended under earlier versions have less weight."""
         return sum(record.weight for record in self._records.values() if record.weight is not None)
 
     def law(self) -> LengthDistribution:
@@ -210,8 +212,8 @@ class LengthEstimator:
 
 
 def _table(groups: list[list[_LengthRecord]]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the number of tokens of each member (-1: missing) and whether it ended by itself, with a row per
-    group."""
+    """Returns two arrays with a row per group and a column per member: the number of tokens (-1: no such member), and
+    whether the member ended by itself."""
     size = max((len(members) for members in groups), default=0)
     num_tokens, ended = np.full((len(groups), size), -1), np.zeros((len(groups), size), bool)
     for row, members in enumerate(groups):

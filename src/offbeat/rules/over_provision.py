@@ -1,13 +1,14 @@
 """The over-provision controller: chooses the factor, which is groups in flight divided by groups that a step trains.
 
-Once per version, the event model simulates a dozen factors with the step times and lengths learnt so far and with the
-actual unfinished groups. The controller takes the factor with the most tokens per second among those that keep 95 % of
-the tokens within the bound S (`max_staleness`) and the whole KV cache within its size. Measured rounds are noisy and
-predictions are repeatable, so the choice rests on predictions, which measured rounds correct slowly.
+Once per version, the event model simulates a dozen factors with the engines' step times and the answer lengths learnt
+so far, and with the actual unfinished groups. A factor is allowed if 95 % of the tokens keep within the bound S
+(`max_staleness`), and all running answers fit into the KV cache. Of the allowed factors, the controller takes the one
+with the most tokens per second. Measured rounds are noisy and predictions are repeatable, so the choice rests on
+predictions, which measured rounds correct slowly.
 
 Guarantees: the factor lies between 1 and S + 1. It is 1 while too few answers have ended, step times are unknown or
-badly predicted, or the predicted gain is too small. The factor changes at once for a large predicted lead, and later
-for a small one that lasts; it never alternates between equally good factors.
+badly predicted, or the predicted gain is too small. The factor changes at once if another factor has a large predicted
+lead, and later if a small lead lasts; it never alternates between equally good factors.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ FORGET = 0.98
 WIDTH = 0.4
 """Distance between the logs of two over-provision factors over which their prediction errors are similar."""
 COMMON, OWN, NOISE = 0.2, 0.15, 0.3
-"""Standard deviations of the log of measured over predicted rate: the part common to all factors, the part of one
-factor, and the noise of one round."""
+"""Standard deviations of three parts of log(measured / predicted tokens per second): the part common to all factors,
+the part of one factor, and the noise of one round."""
 
 
 class PredictionErrors:
@@ -36,7 +37,8 @@ class PredictionErrors:
     A model that is wrong by the same ratio everywhere still ranks factors correctly; one that favours large factors
     does not. So an error is modelled as a part common to all factors plus a part that changes smoothly with the factor.
     Both are estimated from measured rounds by Gaussian process regression. Tokens and seconds are summed over rounds,
-    because a round whose batch was already complete takes no time: the round before it paid for both."""
+    because a round whose batch was complete from the start takes no time: its answers were generated in the round
+    before."""
 
     def __init__(self, factors: Sequence[float]):
         logs = np.log(factors)
@@ -66,7 +68,7 @@ class PredictionErrors:
 
 NUM_FACTORS = 12
 MIN_ENDED = 24
-"""Ended answers that the length model needs; fewer do not show the tail of the distribution."""
+"""Number of ended answers that the length model needs; fewer do not show the tail of the distribution."""
 MAX_FIT_ERROR = 0.15
 KEEP_FIT_ERROR = 0.3
 """Largest error of predicted step times at which a factor above 1 is kept; larger than MAX_FIT_ERROR, because a busy
@@ -74,25 +76,26 @@ machine slows all factors alike."""
 MIN_GAIN = 0.03
 """Smallest predicted gain in speed over a factor of 1 that is worth training on older tokens."""
 KEEP_GAIN = 0.015
-"""Gain over a factor of 1 below which the factor returns to 1; lower than MIN_GAIN, so that it does not alternate."""
+"""Gain over factor 1 below which the factor falls back to 1; lower than MIN_GAIN, so that it does not alternate."""
 HYSTERESIS = 0.03
 IDLE_LEAD = 0.01
 """Part of a factor's predicted lead over the current factor that is not accumulated from version to version: equally
 good factors differ this much by chance."""
 EARLY = 2.0
-"""An average of few predictions is off by several per cent. So with n averaged, the required gain and lead are
-multiplied by 1 + EARLY / n."""
+"""With n predictions averaged, the required gain and lead are multiplied by 1 + EARLY / n, because an average of few
+predictions is off by several per cent."""
 TIE = 0.01
-"""Among factors whose gains differ by at most this, the smallest is taken, because its tokens are fresher."""
+"""Of the factors with a gain at most this far below the largest, the smallest is taken: its tokens are fresher."""
 MEMORY = 10
 """Number of versions over which predictions are averaged."""
 MAX_NOTCHES = 6
-"""Largest rise of the factor per version, in places of the list `factors`, so that a far too optimistic first
-prediction is noticed halfway."""
+"""Largest rise of the factor per version, counted in entries of the list `factors`. So a first prediction that is far
+too optimistic can be corrected by a measured round before the factor reaches its largest value."""
 
 
 class Fit(Protocol):
-    """Model of the step times of one engine or several, and the error of its recent predictions."""
+    """Model of the step times of one or several engines (None: not known yet), and the relative error of its recent
+    predictions."""
 
     @property
     def model(self) -> StepTime | None: ...
@@ -125,9 +128,9 @@ class OverProvision:
         self.corrections = PredictionErrors(self.factors)
         self._seed, self._num_decided, self._num_averaged = seed, 0, 0
         self._gains = np.zeros(len(self.factors))
-        """For each factor, log(its predicted tokens per second / those of factor 1), averaged over versions."""
+        """For each factor, log(predicted tokens per second / those predicted for factor 1), averaged over versions."""
         self._index, self._leads = 0, np.zeros(len(self.factors))
-        """Index of the current factor, and the accumulated lead of each factor over it."""
+        """Index of the current factor in `factors`, and the accumulated lead of each factor over the current one."""
         self._has_moved = False
         """Whether the last decision changed the factor. The round after a change mixes both factors and is not
         recorded."""

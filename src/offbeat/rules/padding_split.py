@@ -1,9 +1,9 @@
-"""Splits the rows of a padded decode step into long and short ones, which are read separately.
+"""Splits the rows (running answers) of a padded decode step into long and short ones, which are read separately.
 
-A padded step reads every row up to the length of the longest. So a few long answers, continued from earlier versions,
-would make every new answer as expensive as themselves. The split is chosen when requests start. All rows grow by one
-token per step, so longer rows stay longer until new requests start. The embedded engine and the event model share this
-rule.
+A padded decode step reads every row's KV cache up to the length of the longest row. So a few long answers, continued
+from earlier versions, would make every new answer as expensive as themselves. The split is chosen when requests start.
+All rows grow by one token per decode step, so longer rows stay longer until new requests start. The embedded engine and
+the event model share this rule.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import numpy as np
 
 MIN_SAVED_TOKENS = 4096
-"""Smallest saving in tokens read that is worth the extra kernels of a second part in every layer."""
+"""Smallest number of tokens less to read for which a split is worth its extra kernels in every layer."""
 
 
 def num_long_rows(lengths: np.ndarray) -> np.ndarray:
-    """Returns how many of the longest rows a padded step should read separately, so that it reads the fewest tokens in
-    total; all rows if this saves too little. The last axis of `lengths` holds the rows of one step, and 0 means no row.
-    Rows of equal length are never separated."""
+    """Returns how many of the longest rows a padded decode step should read separately, so that it reads the fewest
+    tokens in total; the number of all rows if a split saves too little. The last axis of `lengths` holds the rows of
+    one decode step, and 0 means no row. Rows of equal length are never separated."""
     longest_first = -np.sort(-lengths, axis=-1)
     num_rows = (lengths > 0).sum(axis=-1, keepdims=True)
     num_long = np.arange(lengths.shape[-1])
@@ -36,7 +36,7 @@ def is_long_row(lengths: np.ndarray) -> np.ndarray:
 
 
 def exchanges(lengths: Sequence[int], num_long: int) -> list[tuple[int, int]]:
-    """Returns the fewest exchanges of rows, as pairs of indices, that bring the `num_long` longest rows to the
+    """Returns the smallest set of swaps, as pairs of row indices, that brings the `num_long` longest rows to the
     front."""
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     long = set(order[:num_long])

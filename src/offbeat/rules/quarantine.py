@@ -4,14 +4,14 @@
 workers could do. Repeated failures of one task count once, so that a task that always fails sets no worker aside.
 
 `HandInPace` finds workers that hold tasks and submit nothing for longer than an honest worker could need. A worker is
-judged by its own slowest pace: seconds from a grant to the answer, per sampled token. A worker without an answer is
-judged by the pace of the others, once they have given enough answers. Tasks returned untouched and trajectories
-submitted again do not count as answers.
+judged by its own slowest pace, in seconds per sampled token from the lease of a task to the answer. A worker without an
+answer is judged by the pace of the others, once they have given enough answers. Tasks returned untouched and
+trajectories submitted again do not count as answers.
 
 `is_believable` is False for workers whose log-probs are not those of the claimed weights, according to the trainer's
 audits (`offbeat.trainer.audit`). Honest workers pass: different arithmetic changes a log-prob by up to 0.1, rarely by
 0.5. Only the latest segments of a worker are judged, so that an honest past gives no credit. Until a worker
-`is_proven`, all of its tokens are compared. A segment that `looks_forged` is not trained on, whichever worker sent it.
+`is_proven`, all of its tokens are audited. A segment that `looks_forged` is not trained on, whichever worker sent it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from offbeat.rules.leases import Lease
 FAILURE_WINDOW = 16
 """Number of latest attempts by which a worker is judged."""
 MAX_FAILED = 7
-"""Different tasks that a worker may fail within `FAILURE_WINDOW`; half of the window is not an accident."""
+"""Number of tasks that a worker may fail in its latest `FAILURE_WINDOW` attempts; failing half is no accident."""
 ASIDE_S = 300.0
 """Time for which a worker that is set aside gets no tasks. Then it may try again, because the fault may have passed. If
 the fault is still there, the worker is set aside again, and its failures of unfinished tasks again do not count."""
@@ -50,7 +50,7 @@ class _Attempts:
 
 
 class Fitness:
-    """Latest attempts of each worker, and the workers that are set aside, which get no tasks for a while."""
+    """Records the latest attempts of each worker, and which workers are set aside: they get no tasks for a while."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -71,7 +71,7 @@ class Fitness:
         return why
 
     def set_aside(self, worker: str, why: str) -> None:
-        """Gives a worker no tasks for `ASIDE_S` seconds, after which it begins with a clean record."""
+        """Sets a worker aside for `ASIDE_S` seconds, because of `why`; afterwards it begins with a clean record."""
         record = self._records.setdefault(worker, _Attempts())
         record.why = why
         record.latest.clear()
@@ -96,18 +96,18 @@ class Fitness:
 
 
 MIN_TIMES_TTL = 2.0
-"""A worker is never overdue before this many times `ttl_s`, the lease time, however fast it was."""
+"""A worker may hold tasks without an answer for this many times `ttl_s`, the lease time, however fast it was."""
 OWN_MARGIN = 4.0
 """A worker may take this many times as long as the longest answer would take at its own slowest pace; then it is
 overdue. Engines slow down as they fill up and while they load weights."""
 FLEET_MARGIN = 8.0
 """A worker without an answer may take this many times as long as the longest answer would take at the median of the
-other workers' slowest paces. With more, all others might wait too long for its tasks. Most answers are far shorter than
-the longest, so even a machine that is much slower than the others has time for its first answer."""
+other workers' slowest paces. A larger value would let all others wait too long for its tasks. Most answers are far
+shorter than the longest, so even a much slower machine has time for its first answer."""
 MIN_FLEET_ANSWERS = 16
 """Answers of other workers that are needed to judge a worker without an answer by their pace."""
 MAX_ENDED = 64
-"""Largest number of ended leases that are remembered, in addition to one for each current lease."""
+"""Largest number of ended leases that are remembered, in addition to as many as there are current leases."""
 
 
 @dataclass
@@ -116,7 +116,7 @@ class _HandIns:
     """Time for which the worker has held tasks since its last answer."""
     num_answers: int = 0
     slowest_s: float = 0.0
-    """Largest number of seconds per token among the worker's answers whose grant was reported."""
+    """Largest number of seconds per token among those answers whose lease was reported by `granted`."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class _Begun:
     lease: Lease
     since_s: float
     num_sampled: int
-    """Number of the task's tokens that were sampled before the grant."""
+    """Number of the task's tokens that were sampled before this lease."""
 
 
 class HandInPace:
@@ -134,8 +134,8 @@ class HandInPace:
         self._ttl_s, self._max_new_tokens, self._clock = ttl_s, max_new_tokens, clock
         self._records: dict[str, _HandIns] = {}
         self._begun: dict[int, _Begun] = {}
-        """Grants by task, kept for a while after the lease has ended, because a late answer still shows the worker's
-        pace."""
+        """Latest reported lease of each task, kept for a while after the lease has ended, because a late answer still
+        shows the worker's pace."""
 
     def granted(self, lease: Lease, num_sampled: int) -> None:
         """Reports that a worker was given a task that already has `num_sampled` sampled tokens."""
@@ -164,9 +164,9 @@ class HandInPace:
             self._records[worker].quiet_s = 0.0
 
     def add_quiet_time(self, seconds: float, leases: Collection[Lease]) -> None:
-        """Adds `seconds` to the quiet time of each worker that holds one of `leases`, which are all current leases.
-        Only time in which the coordinator could receive answers may be counted. Also deletes the records of ended
-        leases once there are many."""
+        """Adds `seconds` to the quiet time of each worker that holds one of `leases`, which must be all current leases.
+        Time in which the coordinator could not receive answers must not be counted. Also forgets ended leases once
+        there are many."""
         for worker in {lease.worker for lease in leases}:
             self._records.setdefault(worker, _HandIns()).quiet_s += seconds
         if len(self._begun) > 2 * len(leases) + MAX_ENDED:
@@ -206,10 +206,11 @@ class HandInPace:
 OFF_GAP = 0.5
 """Difference between a worker's and the trainer's log-prob above which a token counts as off."""
 HONEST_SHARE, FORGED_SHARE = 0.01, 0.05
-"""Largest share of tokens that are off in an honest segment, and smallest in a forged one. If a fifth of the tokens are
-forged and the forger guesses well, one in twenty is off; honest engines stay below one in a hundred."""
+"""Assumed share of tokens that are off in an honest segment (at most this), and in a forged one (at least this). If a
+fifth of the tokens are forged and the forger guesses well, one in twenty is off. Honest engines stay below one in a
+hundred."""
 TOUCHED = (0.2, 1.0)
-"""Shares of its segments that a forger is assumed to forge: a fifth of them, or all."""
+"""Two assumptions about the share of its segments that a forger forges: a fifth of them, or all."""
 MAX_STEP = 3.0
 """Largest suspicion that one segment adds, because a flipped bit or a driver fault can spoil a whole segment."""
 MAX_SUSPICION = 10.0
@@ -218,7 +219,8 @@ segments with one token in 200 off reach 6 within 30,000 segments."""
 AUDIT_WINDOW = 256
 """Number of latest segments by which a worker is judged."""
 MIN_PROVEN = 16
-"""Number of segments without suspicion after which it is enough to compare a share of a worker's older tokens."""
+"""Number of audited segments after which a worker without suspicion is proven: only a share of its older tokens is
+then audited."""
 
 
 class Compared(NamedTuple):

@@ -1,8 +1,8 @@
 """Decides whether and when to restart a process that ended.
 
 A killed process is restarted at once. A process that ended with an error is restarted after a pause that grows each
-time. The process is given up after `MAX_FAILURES` errors without `HEALTHY_S` of life in between: a fault that recurs at
-every restart must not stay hidden.
+time. The process is given up after `MAX_FAILURES` errors if it never lived `HEALTHY_S` seconds between them: a fault
+that recurs at every restart must not stay hidden.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable
 from enum import StrEnum
 
 HEALTHY_S = 30.0
-"""A process that lived this long counts as healthy."""
+"""A process that lived this many seconds counts as healthy, and its earlier failures and kills are forgotten."""
 MAX_FAILURES = 5
 MAX_KILLS = 50
-"""Largest number of kills, without `HEALTHY_S` of life in between, after which the process is still restarted."""
+"""Number of kills after which a process is still restarted if it never lived `HEALTHY_S` seconds between them."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 10.0
 HOPELESS = (2, 3)
 """Exit statuses of errors that a restart cannot fix."""

@@ -1,8 +1,9 @@
-"""Step times of engines, learnt from measured intervals.
+"""Times of engines' decode steps, learnt from measured intervals.
 
-A decode step takes base_s + per_row_s × rows + per_token_s × context, and each prefilled token prefill_s. `StepTimeFit`
-learns these four by recursive least squares with forgetting. `FleetFit` treats several engines as one: workers pull
-tasks when they have room, so rows spread about evenly over the engines, which all step at the same time.
+A decode step takes base_s + per_row_s × rows (running answers) + per_token_s × tokens of context. Each prefilled token
+takes prefill_s. `StepTimeFit` learns these four coefficients by recursive least squares with forgetting. `FleetFit`
+treats several engines as one: workers pull tasks when they have room, so rows spread about evenly over the engines,
+which all decode at the same time.
 
 Guarantees: no coefficient is negative. A stall of the machine changes the coefficients little; a lasting change of its
 speed changes them within about twenty observations. Engines that have left or have no model yet do not count.
@@ -20,7 +21,7 @@ from statistics import fmean, median
 import numpy as np
 
 MIN_OBSERVATIONS = 6
-"""Observations before the first fit: four for the unknowns, and two more to see whether the model fits."""
+"""Observations before the first fit: four for the four coefficients, and two more to see whether the model fits."""
 FORGET = 0.98
 """Factor on the weight of earlier observations at each new one, so that about fifty observations count."""
 FORGET_FAST = 0.85
@@ -32,10 +33,10 @@ MIN_SECONDS = 1e-6
 BLOCK, NUM_BLOCKS = 12, 3
 """Number of intervals whose predictions are judged together as a block, and number of blocks kept."""
 ROWS = np.array([[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 1.0]])
-"""Matrix that reduces the four coefficients to two: one per step, and one per row or prefilled token."""
+"""Matrix that reduces the four coefficients to two: seconds per decode step, and seconds per row or prefilled token."""
 MAX_SCALED_ERROR = 0.25
-"""Largest standard error of the least certain coefficient, as a share of the time; above this, two coefficients cannot
-be told apart."""
+"""Largest allowed standard error of the least certain coefficient, relative to the time; above this, two coefficients
+cannot be told apart."""
 MIN_NOISE = 0.01
 """Smallest relative noise assumed: clocks and schedulers are not better, however well a few observations agree."""
 OUTLIER = 3.0
@@ -48,8 +49,8 @@ arithmetic as a row. This matters only if almost nothing was prefilled."""
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of an engine's work: `base_s` per decode step, `per_row_s` per row in it, `per_token_s` per token of
-    context that its rows read, and `prefill_s` per prefilled token."""
+    """Seconds of an engine's work: `base_s` per decode step, `per_row_s` per row (running answer) in the decode step,
+    `per_token_s` per token of context that its rows read, and `prefill_s` per prefilled token."""
 
     base_s: float
     per_row_s: float
@@ -59,20 +60,22 @@ class StepTime:
     def seconds(
         self, num_steps: float, num_rows: float, num_context_tokens: float, num_prefilled_tokens: float = 0
     ) -> float:
-        """Returns the seconds of `num_steps` decode steps and a prefill; rows and context are sums over the steps."""
+        """Returns the seconds of `num_steps` decode steps and of prefilling `num_prefilled_tokens`; rows and context
+        tokens are sums over the decode steps."""
         decode_s = self.base_s * num_steps + self.per_row_s * num_rows + self.per_token_s * num_context_tokens
         return decode_s + self.prefill_s * num_prefilled_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Work of an engine in an interval, and the time that this work took."""
+    """Work of an engine in an interval, and the seconds that it took; `num_steps` counts decode steps."""
 
     num_steps: int
     num_rows: int
-    """Rows (running answers), summed over the steps."""
+    """Number of rows (running answers), summed over the decode steps."""
     num_context_tokens: int
-    """Tokens of context actually read, summed over the steps; a padding engine reads rows × longest context."""
+    """Tokens of context actually read, summed over the decode steps; in each of them, an engine that pads reads number
+    of rows × longest context."""
     num_prefilled_tokens: int
     seconds: float
 
@@ -93,8 +96,9 @@ class StepTimeFit:
 
     @property
     def error(self) -> float:
-        """Relative error of recent predictions: the median, over blocks of `BLOCK` intervals, of a block's median
-        error. Errors of opposite sign cancel within a block, because whole rounds must be predicted well."""
+        """Relative error of recent predictions: the median, over blocks of `BLOCK` intervals, of the absolute value of
+        a block's median error. Errors of opposite sign cancel within a block, because only sums over many intervals
+        must be predicted well."""
         if len(self._errors) < BLOCK:
             return self._noise
         whole = np.array(self._errors)[len(self._errors) % BLOCK :].reshape(-1, BLOCK)
@@ -107,8 +111,8 @@ class StepTimeFit:
 
     @property
     def model(self) -> StepTime | None:
-        """Step times fitted so far; None while the observations do not determine them. If noise hides the cost of a
-        context token, that cost counts as 0, and a prefilled token costs as much as a row."""
+        """Coefficients fitted so far; None while the observations do not determine them. If noise hides the cost of a
+        context token, this cost is set to 0, and the cost of a prefilled token to that of a row."""
         if self._figures is None:
             return None
         if self._is_determined(self._gram[:3, :3]):  # without prefills the prior decides prefill_s
@@ -136,7 +140,7 @@ class StepTimeFit:
         self._figures = self._solve()
 
     def _fit_first(self) -> None:
-        """Makes the first fit. Repeats it several times, with less weight on the outliers of the fit before."""
+        """Makes the first fit. Repeats it, each time with less weight on the outliers of the previous repetition."""
         weights = [1.0] * len(self._first)
         for _ in range(5):
             self._gram[:], self._moment[:], self._num_counted = 0, 0, 0.0
@@ -202,7 +206,7 @@ def _least_squares(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
 
 
 class FleetFit:
-    """Learns the step times of several engines, one fit per worker; `model` and `error` describe all as one engine."""
+    """Learns the step times of several engines, one fit per worker; `model` and `error` treat all engines as one."""
 
     def __init__(self) -> None:
         self._fits: dict[str, StepTimeFit] = {}
@@ -237,5 +241,6 @@ class FleetFit:
 
 
 def _at_once(costs: Sequence[float]) -> float:
-    """Returns the seconds per row or token of all engines in parallel, from those of each engine; 0 if one is 0."""
+    """Returns the seconds per row or token of all engines working in parallel, from the seconds of each engine
+    (`costs`); 0 if one of these is 0."""
     return 1 / sum(1 / cost for cost in costs) if all(cost > 0 for cost in costs) else 0.0

@@ -1,8 +1,9 @@
 """Authentication, roles and rate limits of callers.
 
-A member authenticates with the secret that it joined with, a newcomer with its join token. Both are sent in a request
-header, so the body of an unknown caller is never read. Secrets are never logged. They are looked up in the
-ledger and cached until the state of any worker changes: another process's revocation takes effect within `KNOWN_S` s.
+A member (a worker, judge or trainer that has joined) authenticates with the secret that it joined with, a newcomer with
+its join token. Both are sent in a request header, so the body of an unknown caller is never read. Secrets are never
+logged. They are looked up in the ledger and cached until the state of any worker changes. So a revocation by another
+process takes effect within `KNOWN_S` seconds.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from offbeat.ledger.workers import Role, WorkerRecord, WorkerState
 HOW_TO_JOIN = "ask for another: offbeat worker token RUN"
 MAX_SECRET_CHARACTERS = 256
 KNOWN_S = 0.05
-"""Longest time until a change of a worker's state is noticed. Not checked at every call, because one ledger read costs
-as much as the rest of a small call."""
+"""Seconds after which the ledger is checked again for changed worker states. It is not checked at every call, because
+one ledger read costs as much as the rest of a small call."""
 MAX_KNOWN = 10_000
 
 
@@ -39,8 +40,8 @@ class Access:
         self._joins = Buckets(settings.joins_per_s, max(settings.joins_per_s, 1.0), clock)
 
     def admit(self, request: Request, roles: Collection[Role]) -> WorkerRecord:
-        """Returns the calling worker. Raises `Refusal` if the secret is invalid, the worker is quarantined or calls too
-        often, or its role is not in `roles`."""
+        """Returns the calling member. Raises `Refusal` if its secret is invalid, if it is quarantined or calls too
+        often, or if its role is not in `roles`."""
         worker = self.identify(request)
         self._seen[worker.name] = time.time()
         if wait_s := self._calls.take(worker.name):

@@ -2,8 +2,8 @@
 
 Each call is checked in this order: server state, authentication, rate limit, role, then type, size and schema of the
 body; only then does it reach the coordinator. A call that fails a check changes nothing and is answered with one status
-and one line of text (`errors`). Each body has one schema (`wire`) and is parsed once. Every answer carries its digest,
-unless it is a file.
+and one line of text (`errors`). Each kind of body has one schema (`wire`) and is parsed once. Every answer carries the
+digest of its body in a header, unless it is a file.
 
 Workers' frequent calls are looked up in a dictionary. A router, which is slow, handles rare and unknown paths.
 """

@@ -26,7 +26,7 @@ C = TypeVar("C", bound=wire.WireCall)
 SMALL_BYTES = 1024
 """Answers up to this size are not compressed."""
 HELD = "offbeat.held_bytes"
-"""Scope key for the number of bytes of the memory budget that a request uses."""
+"""Key in a request's ASGI scope for the number of bytes of the memory budget that the request uses."""
 
 
 class BodyReader:
@@ -41,10 +41,10 @@ class BodyReader:
         return await self.read(request, kind.max_bytes, partial(wire.decode, kind=kind))
 
     async def read(self, request: Request, limit_bytes: int, form: Callable[[bytes], T]) -> T:
-        """Reads and decompresses the whole body, and returns what `form` decodes from it.
+        """Reads and decompresses the whole body, and returns the result of decoding it with the function `form`.
 
-        Refuses a body that is of another type than msgpack, is too large, too slow or damaged, or makes `form` raise
-        `Malformed`.
+        Refuses a body that is not msgpack, is larger than `limit_bytes`, arrives too slowly or is damaged, or for which
+        `form` raises `Malformed`.
         """
         check_type(request, wire.MSGPACK)
         digest = needed_digest(request)
@@ -72,7 +72,7 @@ class BodyReader:
         return data
 
     def release(self, request: Request) -> None:
-        """Frees the bytes of the memory budget that an answered request used."""
+        """Returns the bytes that an answered request used to the memory budget."""
         self.held_bytes -= request.scope.pop(HELD, 0)
 
     async def _receive(self, request: Request, limit_bytes: int) -> bytes:
@@ -162,6 +162,6 @@ async def reply(request: Request, record: Any, status: int = 200) -> Response:
 
 
 async def seal(response: Response) -> None:
-    """Adds the digest of the body as a header, so that callers can detect damage and answers from elsewhere."""
+    """Adds the digest of the body as a header, so that callers can detect damage, and answers of a proxy."""
     digest = await on_bytes(bytes(response.body), wire.content_digest)
     response.raw_headers.append((wire.CONTENT_DIGEST.lower().encode(), digest.encode()))

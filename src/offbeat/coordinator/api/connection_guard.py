@@ -1,9 +1,9 @@
 """Limits on connections that send nothing, or next to nothing.
 
 uvicorn waits for the head of a request (request line and headers) without a limit. Here the head is limited in time and
-size. A client that is answered before it has sent its whole body gets a limited time to finish, so that it can read the
-answer. When all connections are taken, a new one replaces the oldest unauthenticated one: members can always connect,
-however many connections strangers open.
+size. A client that is answered before it has sent its whole body gets a limited time to send the rest, so that it can
+read the answer. When all connections are taken, a new one replaces the oldest unauthenticated one. So members of the
+run can always connect, however many connections strangers open.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class OneWrite:
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """HTTP protocol with the limits of this module; `guarded` makes a subclass for one server's settings."""
+    """uvicorn's HTTP protocol with the limits of this module; `guarded` makes a subclass with a server's settings."""
 
     limits: ServerSettings
     unproven: dict[GuardedProtocol, None]
@@ -62,7 +62,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._timer: asyncio.TimerHandle | None = None
         self._in_request = False
-        """Whether the head of a request is complete and its body is not."""
+        """Whether the head of a request has arrived, but not yet its whole body."""
         self._num_head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

@@ -20,14 +20,14 @@ class ServerSettings:
     max_decompressed_bytes: int = 256 * MIB
     """Largest body after decompression. A trajectory of a million tokens takes 8 MB."""
     max_held_bytes: int = 1024 * MIB
-    """Most bytes of all unanswered bodies together, as sent plus decompressed. Further callers are told to retry
-    later."""
+    """Largest number of bytes that all bodies of unanswered requests take together, as sent plus decompressed. Further
+    callers are told to retry later."""
     max_head_bytes: int = 16 * 1024
     requests_per_s: float = 200.0
-    """Limit per worker. A worker with 1000 slots and answers that take 10 s sends about 100 requests per second."""
+    """Largest rate of calls per worker. One that generates 1000 answers at once, each in 10 s, makes about 100."""
     request_burst: float = 400.0
     joins_per_s: float = 5.0
-    """Limit on attempts to join from one address."""
+    """Largest rate of attempts to join from one IP address."""
     head_within_s: float = 10.0
     body_within_s: float = 60.0
     max_wait_s: float = 30.0

@@ -38,7 +38,7 @@ class Address:
     behind_proxy: bool = False
     """Whether a proxy in front terminates TLS and forwards the caller's address."""
     is_plain: bool = False
-    """Whether secrets may cross the network unencrypted, because the network itself is private."""
+    """Whether to serve without TLS on a private network, so that secrets cross it unencrypted."""
 
     @property
     def has_tls(self) -> bool:

@@ -53,7 +53,7 @@ class ServedRun:
     coordinator: Coordinator
     name: str
     config: Mapping[str, Any]
-    """The resolved configuration, which is sent to every member that joins."""
+    """The configuration with all defaults filled in, which is sent to everyone that joins."""
     ledger_path: str
     weights: WeightFolder
     pieces: PieceStore | None = None
@@ -61,7 +61,7 @@ class ServedRun:
     peer_networks: Sequence[str] = ()
     """Networks in which a worker may name a peer address that differs from the address it calls from."""
     behind_proxy: bool = False
-    """Whether calls come through a proxy: then a loopback address does not prove that the caller is on this machine."""
+    """Whether calls come through a proxy. If so, a loopback address may be the proxy's instead of the caller's."""
 
 
 class ApiState:

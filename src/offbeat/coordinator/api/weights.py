@@ -25,7 +25,7 @@ from offbeat.weights.version import Version, WeightFolder
 
 FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """Allowed file names. Without a path separator or leading dot, they cannot lead out of the version's folder or to a
-draft."""
+file that is still being written."""
 DIGEST = re.compile(r"[0-9a-f]{64}")
 MAX_PIECE_BYTES = 32 * MIB
 MAX_MANIFEST_BYTES = 64 * MIB
@@ -119,8 +119,8 @@ class Weights:
         await self._write(self.store.put_manifest, number, digest, sealed)
 
     async def check_complete(self, version: Version) -> Version:
-        """Checks, before a version is published, that all its weights are stored, and raises if not. Returns the
-        version with the path of its weights on this machine."""
+        """Checks that all weights of `version` are stored, before it is published; raises if not. Returns `version`
+        with the path of its weights on this machine."""
         if version.manifest:
             await self._check_manifest(version)
         elif (known := self._published(version.number)) is not None:  # published again; the ledger compares the two

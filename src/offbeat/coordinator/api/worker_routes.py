@@ -177,7 +177,7 @@ ROUTES = (
     Route("GET", "/v1/weights/{number}", weight_files, ANYONE),
     Route("GET", "/v1/weights/{number}/{file}", weight_file, ANYONE),
 )
-"""Most frequent routes first, because the router tries them in order."""
+"""Most frequent routes first: the router, which gets calls that `App` does not look up, tries them in order."""
 
 REWARD = frozenset({Role.REWARD})
 
