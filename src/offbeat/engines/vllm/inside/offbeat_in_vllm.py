@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Extension:
-    """Mixed into vLLM's worker class; its methods are called by name over HTTP."""
+    """Class that vLLM mixes into its worker class; the engine calls its methods by name over HTTP."""
 
     model_runner: Any
 
