@@ -82,7 +82,7 @@ class RecordedStep:
 
 def recorded(forward: DecodeForward, inputs: Sequence[tuple[Tensor, ...]]) -> Forward:
     """Records `forward` with the first of `inputs`, and compares the recording's logits with those of `forward` on all
-    `inputs`. Returns the recording, but `forward` itself if it is not on a CPU, cannot be recorded or gives other
+    `inputs`. Returns the recording, or else `forward` if it is not on a CPU, cannot be recorded, or gives other
     logits."""
     if inputs[0][0].device.type != "cpu":
         return forward

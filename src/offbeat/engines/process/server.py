@@ -1,7 +1,6 @@
 """Starts and stops the process of an engine's server on this machine.
 
-Other users of the machine cannot call the server (`endpoints`). When the worker ends, a guard process ends it
-(`guard`).
+Other users of the machine cannot call the server (`endpoints`). When the worker ends, `guard` ends the server.
 """
 
 from __future__ import annotations
