@@ -2,7 +2,8 @@
 
 From the wanted version, its base, the base's base and so on are looked up, back to a version on this disk or to a full
 one. The pieces of these versions are downloaded (`weights.download`), and the new version is assembled beside the old
-ones (`weights.assemble`). A version without a manifest, or whose pieces are gone, is downloaded as whole files.
+ones (`weights.assemble`). A version without a manifest, or whose pieces are gone, is downloaded as whole files if
+`Receiver` has a `copy` function.
 
 Guarantees: `fetch` returns a version that is bit by bit the published one, or raises an error that names it. A process
 killed at any moment leaves every earlier version whole, and the next process resumes from the bytes already here.
@@ -182,7 +183,7 @@ class Receiver:
             await in_thread(self.cache.discard, self.cache.path_of(version.number, version.digest))
 
     async def _fetch(self, version: Version) -> tuple[Path, Path | None]:
-        """Fetches a version; returns its path and, for an adapter whose base the engine lacks, its base's path."""
+        """Fetches a version; returns its path, and its base's path if it is an adapter whose base the engine lacks."""
         if not version.manifest:
             return await self._ensure(version.number, version.digest, None), None
         base = None
