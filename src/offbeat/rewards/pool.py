@@ -277,8 +277,7 @@ class RewardPool:
         self._news.set()
 
     def _slot_ended(self, slot: asyncio.Task[None]) -> None:
-        """Fails all calls if the asyncio task that serves a process ended because of a bug, so that no caller is left
-        waiting."""
+        """Fails all calls if an asyncio task that serves a process ended by a bug, so that no caller waits forever."""
         if not slot.cancelled() and (error := slot.exception()):
             self._is_closed = True
             self._give_up(error)

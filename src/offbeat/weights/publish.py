@@ -153,7 +153,7 @@ class Publisher(WeightFolder):
         return Version(number, step, parent, manifest.digest, self.path(number), name)
 
     def _adapter_base_of(self, adapter: Adapter, number: int, step: int, parent: int | None) -> Base:
-        """Returns the record of the adapters' base weights. Puts these into the store if they are missing there."""
+        """Returns the record of the adapters' base weights. If a store lacks these, puts them there."""
         if self.store is None or self.key is None:
             return Base(number, adapter.base)
         if self._adapter_base is None and parent is not None:

@@ -36,8 +36,7 @@ class WorkerProgress:
         is_cut_off: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`say` prints a line. `is_cut_off()` tells whether the coordinator is silent, so that the worker is not called
-        idle."""
+        """`say` prints a line. While `is_cut_off()`, the coordinator is silent and the worker is not called idle."""
         self.name, self._metrics, self._say = name, metrics, say
         self._is_cut_off, self._clock = is_cut_off, clock
         self._start_s = self._figures_s = self._busy_s = clock()
