@@ -4,8 +4,8 @@ A trajectory is a prompt and its ordered segments. Tokens are added only by `Tra
 invariants or raises `SegmentError` and changes nothing:
 
 - each segment starts where the previous one ended, and no segment is empty;
-- a `sampled` segment has one finite float32 log-prob <= 0 per token, a version and a `kv_version` <= version;
-  a `given` segment has none of these and is never trained on;
+- a `sampled` segment has one finite float32 log-prob <= 0 (but for rounding) per token, a version and a `kv_version` <=
+  version; a `given` segment has none of these and is never trained on;
 - every other array of a segment has a name and one row of numbers per token; the number of arrays and the size of their
   rows are limited;
 - a segment's version may be lower than that of the sampled segment before it, but by at most `max_version_drop`;

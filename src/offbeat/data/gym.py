@@ -2,8 +2,7 @@
 
 A problem depends only on seed and ordinal. Problems are made in chunks of `CHUNK` problems with consecutive seeds,
 because some data sets build all problems at once. Held-out problems come from seeds of their own, the same for every
-run. Besides, a hash of its text decides whether a question may be held out. Training skips all questions that may be,
-whichever seed produces them.
+run. A hash of its text decides whether a question may be held out; training skips such questions, from whichever seed.
 
 A few data sets iterate over Python sets, so a second run gets the same questions only with the same PYTHONHASHSEED.
 """
@@ -30,7 +29,7 @@ Training loses nothing, because questions are generated on demand."""
 NUM_HELD_OUT_SEEDS = 2**24
 NUM_TRAIN_SEEDS = 2**32 - NUM_HELD_OUT_SEEDS
 STRIDE = 2**26
-"""Number added to the seed for the next attempt if a question turns out to be held out; more than any run draws."""
+"""Number added to the seed for the next attempt if a question must be skipped; larger than any run's draws."""
 MAX_TRIES = 60
 """Attempts to find a question to train on; only a data set with very few different questions needs more."""
 

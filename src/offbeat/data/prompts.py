@@ -141,7 +141,7 @@ class Renderer:
         if source.system is not None:
             raise UserError(
                 f"task.system of {source.name}: a system message needs task.chat and a chat template, but these "
-                "prompts are plain text"
+                "prompts are plain text; set task.chat, or leave task.system out"
             )
         return prompt, False
 

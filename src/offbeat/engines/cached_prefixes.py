@@ -1,9 +1,9 @@
 """Index of keys and values that aborted requests left in the KV cache, so that a request can resume without prefill.
 
 A free slot keeps its content until another request needs the slot, so caching takes no memory from running requests. A
-prefix is reused only by a request that begins with the same tokens and has the same prompt length. Where the prompt
-ends affects the bits of the keys and values. Its keys and values are of the version served, or at most `kv_lag`
-versions older if the request allows stale ones. A request with `KvMode.REFILL` finds no prefix.
+prefix is reused only by a request that begins with the same tokens and has the same prompt length. (Where the prompt
+ends affects the bits of the keys and values.) The prefix's keys and values are of the version served, or at most
+`kv_lag` versions older if the request allows stale ones. A request with `KvMode.REFILL` finds no prefix.
 """
 
 from __future__ import annotations

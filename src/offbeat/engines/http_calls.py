@@ -58,7 +58,7 @@ class Server:
         if api_key and not (api_key.isascii() and api_key.isprintable()):
             raise UserError(
                 f"{self.url}: the engine's key (OFFBEAT_ENGINE_KEY) has characters that HTTP cannot send, such as a "
-                "line break"
+                "line break; set it again without them"
             )
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None

@@ -125,7 +125,7 @@ def scale_of(model: nn.Module) -> float:
 
 
 class AdapterDisabled:
-    """Calls a model with its adapters switched off, as the reference model, which so needs no copy of the weights."""
+    """Calls a model with its adapters switched off: the reference model, without a second copy of the weights."""
 
     def __init__(self, model: PreTrainedModel):
         self.model, self._adapted = model, list(_layers(model).values())

@@ -34,7 +34,7 @@ TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""Parts of the tensors' names in llama.cpp, with those in transformers. There, names also begin with `model.`."""
+"""Parts of tensors' names in llama.cpp, with those in transformers, where names also begin with `model.`."""
 CONTROL_TOKEN = 3
 """Token type of special tokens in a GGUF file."""
 

@@ -3,7 +3,7 @@
 It can if tokens influence each other through attention alone, and if attention needs no option that the replacement
 lacks. Names and flags do not tell this, so the model is probed by a forward pass. In this pass, attention is a function
 that records its arguments and returns 0. The input is two rows that end in the same token. If logits or attention's
-inputs at this token differ between the rows, earlier tokens have influenced it on another path.
+inputs at this token differ between the rows, earlier tokens have influenced it without attention.
 
 Other models run with their own attention and without a KV cache, one sample per row. Rows are padded on the right,
 where a causal model does not see the padding. At their start, trainer and engine also compare log-probs with the

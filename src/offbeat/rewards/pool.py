@@ -28,7 +28,7 @@ from offbeat.trajectory import Reward, reward_problem
 OneReward = str | Callable[..., Any]
 """Name of a built-in reward, `module:function`, `file.py:function`, or a function."""
 RewardSpec = OneReward | Mapping[str, OneReward]
-"""A reward, or a mapping of names to rewards whose values are added up. Each of them gives a part of its name."""
+"""A reward, or a mapping of names to rewards whose values are added up. Each of them gives a part with its name."""
 START_S = 120.0
 """Time limit for the start of a process; a user's module may import a lot."""
 MAX_PIECE = 64
@@ -62,7 +62,7 @@ class RewardResult:
 
 NOT_APPLICABLE = RewardResult(error="value: the reward returned None: no reward applies to this answer")
 WHOLE = "reward"
-"""Name that a function's value has if it gives only one number."""
+"""Name of the only part of a reward if the function returns one number."""
 TRIAL = RewardInput(prompt="1+1=", response="2", answer="2")
 """Sample on which `check` tries a reward by default."""
 

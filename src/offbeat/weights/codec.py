@@ -130,7 +130,7 @@ class Streams:
 # are stored, without positions.
 
 SPARSE_HEADER = struct.Struct("<IIH")
-"""Header of a sparse code: number of changes with a position, bytes of their gaps, and limit (see `_limit`)."""
+"""Header of a sparse code: number of changes with a position, number of bytes of their gaps, limit (see `_limit`)."""
 MEAN_GAP_BITS = 6
 """Number of bits that the mean gap between changes keeps; the lower bits of all gaps are stored separately."""
 FILLER = 255

@@ -345,7 +345,10 @@ class RemoteStore:
         try:
             self._files, root = fsspec.core.url_to_fs(url, **_options(fsspec, url))
         except (ImportError, ValueError, TypeError) as error:
-            raise UserError(f"{self.url}: cannot be used as a store: {self._describe(error)}") from None
+            raise UserError(
+                f"{self.url}: cannot be used as a store: {self._describe(error)}; correct the URL, or install fsspec's "
+                "package for its protocol"
+            ) from None
         except Exception as error:  # noqa: BLE001 - some connect at once, and every store has its own errors
             raise StoreError(f"{self.url}: cannot be opened: {self._describe(error)}; {_remedy(error)[0]}") from None
         self._root = root.rstrip("/")

@@ -169,7 +169,7 @@ class Publisher(WeightFolder):
         return self._adapter_base
 
     def _base_of(self, parent: int | None) -> BaseFile | None:
-        """Returns version `parent`, opened as the next version's base; None if that must be coded in full."""
+        """Returns version `parent`, opened as the next version's base; None if the next version must be full."""
         if self.store is None or self.key is None or parent is None or not self._has_deltas:
             return None
         if self._base is None or self._base.manifest.number != parent:

@@ -1,9 +1,9 @@
 """Fetches published versions onto this machine, if possible as changes to a version that is already here.
 
-From the wanted version, its base, the base's base and so on are looked up, back to a version on this disk or to a full
-one. The pieces of these versions are downloaded (`weights.download`), and the new version is assembled beside the old
-ones (`weights.assemble`). A version without a manifest, or whose pieces are gone, is downloaded as whole files if
-`Receiver` has a `copy` function.
+The version's base, the base's base and so on are looked up, back to a version on this disk or to a full one. The pieces
+of these versions are downloaded (`weights.download`), and the new version is assembled beside the old ones
+(`weights.assemble`). A version without a manifest, or whose pieces are gone, is downloaded as whole files if `Receiver`
+has a `copy`.
 
 Guarantees: `fetch` returns a version that is bit by bit the published one, or raises an error that names it. A process
 killed at any moment leaves every earlier version whole, and the next process resumes from the bytes already here.
@@ -247,7 +247,7 @@ class Receiver:
 
     async def _chain(self, manifest: Manifest, *, may_use_local: bool) -> tuple[list[Manifest], Path | None]:
         """Returns the manifests to apply, in order, and the path of the local version that the first manifest builds
-        on. The path is None if the first manifest needs no base; without `may_use_local`, it never does."""
+        on. The path is None if the first manifest needs no base, which is always so without `may_use_local`."""
         oldest = min(await in_thread(self.cache.numbers), default=manifest.number) if may_use_local else None
         chain = [manifest]
         while chain[0].kind is Kind.DELTA and (base := chain[0].base) is not None:

@@ -106,8 +106,8 @@ class SiteTree:
         self.parents[name] = min(servers, key=lambda other: (tree.excess(other), *tree.nearness(other)), default=ROOT)
 
     def _step_down(self, name: str) -> None:
-        """Gives all children of a receiver to others. If it has children, it first swaps places with a receiver that
-        can serve: a head with the one that has the best rate from the root, others with the one farthest from it."""
+        """Gives all children of a receiver to others. If it has any, it first swaps places with a receiver that can
+        serve: a head with the one of the best rate from the root, others with the one farthest from the root."""
         tree = self._snapshot()
         others = [other for other in tree.depths if tree.fan_outs[other] and other != name]
         if not tree.children[name] or not others:
@@ -122,7 +122,7 @@ class SiteTree:
             self._attach(child)
 
     def _from_root(self, name: str) -> float:
-        """Returns a receiver's rate from the root in bytes per second; infinity if never measured."""
+        """Returns a receiver's rate from the root in bytes per second; infinity, in its favour, if not measured."""
         found = self.members[name].root_bytes_per_s
         return math.inf if found is None else found
 

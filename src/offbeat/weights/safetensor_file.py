@@ -163,7 +163,7 @@ Result = TypeVar("Result")
 
 
 def in_parallel(work: Callable[[Item], Result], items: Iterable[Item]) -> Generator[Result, None, None]:
-    """Applies `work` to every item in threads and yields the results in order; the first error is raised and ends it.
+    """Applies `work` to every item in threads, and yields the results in order; raises the first error and stops.
 
     Threads help because numpy, zstd, blake3 and the file system release the interpreter lock. Few items are in progress
     at a time, so memory stays bounded. However the generator ends, no thread is left running.

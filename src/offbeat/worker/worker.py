@@ -425,7 +425,7 @@ class AbortReason(StrEnum):
     LOST = "lost"
     """The worker lost the lease: it discards the task's new tokens."""
     RELOAD = "reload"
-    """The engine loads weights and cannot split an answer: new tokens are handed back. Without any, it starts again."""
+    """The engine loads weights and cannot split an answer: new tokens are handed back; else the task restarts."""
     LEAVE = "leave"
     """The worker leaves: new tokens are handed back. The coordinator frees the lease of a task without any."""
     STOP = "stop"

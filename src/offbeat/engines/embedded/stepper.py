@@ -49,7 +49,7 @@ from offbeat.trajectory import Sampling, Segment
 READ_BUCKET_TOKENS = 16
 """Multiple to which the number of context tokens read is rounded up; keeps vector registers full and shapes stable."""
 SMALL_STEP_FLOPS = 1e9
-"""Number of operations below which a forward pass runs on one thread (without `exact`); more would mostly wait."""
+"""Number of operations below which a forward pass runs on one thread (without `exact`); more threads would wait."""
 
 
 class Stepper:

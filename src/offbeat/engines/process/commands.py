@@ -137,7 +137,8 @@ def _devices(first: int, count: int, ours: Mapping[str, str]) -> str:
     numbers = range(first, first + count)
     if seen and numbers[-1] >= len(seen):
         raise UserError(
-            f'model.device = "cuda:{first}": CUDA_VISIBLE_DEVICES = {",".join(seen)} has no GPU {numbers[-1]}'
+            f'model.device = "cuda:{first}": CUDA_VISIBLE_DEVICES = {",".join(seen)} has no GPU {numbers[-1]}; list '
+            "it there, or use fewer GPUs"
         )
     return ",".join(seen[number] if seen else str(number) for number in numbers)
 

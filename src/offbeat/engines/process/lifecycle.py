@@ -120,7 +120,9 @@ class ServerEngines:
     async def _pause(self, error: EngineError, status: int) -> None:
         verdict, pause_s = self._restarts.ended(status)
         if verdict is RestartVerdict.GIVE_UP:
-            raise UserError(f"the engine died too often and is not restarted: {error}") from error
+            raise UserError(
+                f"the engine died too often and is not restarted: {error}; mend the cause, then start the worker again"
+            ) from error
         await asyncio.sleep(pause_s)
 
     async def _make_server(self) -> EngineServer:
