@@ -47,7 +47,7 @@ def record(rows: Any, file: Path, task: Mapping[str, Any], label: str) -> dict[s
 
 
 def _messages(row: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the setting `messages`, the prompt's column, if the prompt in `row` (the first row) is a list; else
+    """Returns the setting `messages`, the prompt's column, if the first row's prompt is a list of messages; else
     nothing."""
     column = settings.get("prompt", "prompt")
     return {"messages": column} if "messages" not in settings and isinstance(row.get(column), list) else {}

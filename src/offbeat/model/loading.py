@@ -39,7 +39,8 @@ KINDS = f"the folder of a Hugging Face model, its name on the hub such as Qwen/Q
 NO_WINDOW_TOKENS = 1 << 20
 """Context window of architectures that have no limit, such as state-space models."""
 _loading = threading.Lock()
-"""Lock to hold while transformers loads a model, because that changes initialisers and default dtype of the process."""
+"""Lock to hold while transformers loads a model, because loading changes the process's initialisers and default
+dtype."""
 
 
 def resolve(path: str | Path, *, need_weights: bool = True) -> Path:

@@ -213,7 +213,7 @@ class PieceDownloader:
             return False
 
     def read(self, digest: str) -> memoryview:
-        """Maps a downloaded piece into memory for as long as the view is held."""
+        """Returns a downloaded piece, mapped into memory for as long as the caller holds the view."""
         with open(self._path_of(digest), "rb") as file:
             if not os.fstat(file.fileno()).st_size:
                 return memoryview(b"")  # an empty file cannot be mapped

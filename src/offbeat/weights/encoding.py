@@ -301,7 +301,7 @@ def find_adapter_base(number: int, digest: str, store: PieceStore, trusted: str)
 
 
 class _Manifests:
-    """Reads manifests from a store; refuses those that the key `trusted` has not signed."""
+    """Reads manifests from a store; refuses manifests that the key `trusted` has not signed."""
 
     def __init__(self, store: PieceStore, trusted: str):
         self._store, self._trusted, self._listed = store, trusted, store.list_manifests()

@@ -103,7 +103,7 @@ class PieceStore(Protocol):
         """Deletes pieces, then manifests, so that an interrupted deletion can be repeated. Ignores missing names."""
 
     def sweep(self, older_than_s: float) -> None:
-        """Removes unfinished files older than `older_than_s` seconds, so old that their writers must have died."""
+        """Removes unfinished files older than `older_than_s` seconds: long enough that their writers must be dead."""
 
 
 def open_store(location: str | Path) -> PieceStore:

@@ -69,7 +69,7 @@ class PublishFigures:
     coded_bytes: Mapping[Coding, int]
     """Coded bytes, by coding, that a receiver with the parent version has to fetch; empty without a store."""
     density: float | None
-    """Share of tensor elements that differ from the base; None without a base."""
+    """Share of tensor elements that differ from the parent version; None for a version that is coded in full."""
     encode_s: float
     """Seconds to compare, hash, code and write, which happen together."""
     flush_s: float

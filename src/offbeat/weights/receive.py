@@ -2,8 +2,8 @@
 
 The version's base, the base's base and so on are looked up, back to a version on this disk or to a full one. The pieces
 of these versions are downloaded (`weights.download`), and the new version is assembled beside the old ones
-(`weights.assemble`). A version without a manifest, or whose pieces are gone, is downloaded as whole files if `Receiver`
-has a `copy`.
+(`weights.assemble`). A version without a manifest, or whose pieces are gone, comes as whole files if `Receiver` has a
+`copy`.
 
 Guarantees: `fetch` returns a version that is bit by bit the published one, or raises an error that names it. A process
 killed at any moment leaves every earlier version whole, and the next process resumes from the bytes already here.
