@@ -4,11 +4,11 @@ A trajectory is a prompt and its ordered segments. Tokens are added only by `Tra
 invariants or raises `SegmentError` and changes nothing:
 
 - each segment starts where the previous one ended, and no segment is empty;
-- a `sampled` segment has one finite float32 log-prob <= 0 per token, a version and a `kv_version` <= version;
-  a `given` segment has none of these and is never trained on;
+- a `sampled` segment has one finite float32 log-prob <= 0 (but for rounding) per token, a version and a `kv_version` <=
+  version; a `given` segment has none of these and is never trained on;
 - every other array of a segment has a name and one row of numbers per token; the number of arrays and the size of their
   rows are limited;
-- a segment's version is lower than that of the sampled segment before it by at most `max_version_drop`;
+- a segment's version may be lower than that of the sampled segment before it, but by at most `max_version_drop`;
 - the response has at most `max_new_tokens` tokens, and no segment follows the end.
 
 On the wire and on disk, trajectories are msgpack; `encode` and `decode` lose nothing.
@@ -29,7 +29,7 @@ import numpy as np
 from offbeat.errors import OffbeatError
 
 LOGPROB_TOLERANCE = 1e-4
-"""Largest log-prob accepted: float32 softmax can round a certain token to a probability slightly above 1."""
+"""Largest log-prob accepted; above 0, because float32 softmax can round the probability 1 to slightly more."""
 MAX_ARRAYS = 8
 """Largest number of named arrays in a segment."""
 MAX_ARRAY_BYTES = 4096
@@ -75,8 +75,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A run of tokens with the same origin, from position `start` of the response on. `version` sampled the tokens;
-    `kv_version` is the oldest version whose keys and values they attended to."""
+    """Consecutive response tokens of one origin; the first has position `start` in the response. `version` sampled the
+    tokens; `kv_version` is the oldest version whose keys and values they attended to."""
 
     start: int
     tokens: np.ndarray
@@ -117,7 +117,7 @@ class Trajectory:
         self.prompt = np.asarray(self.prompt, dtype=np.int32)
 
     def append(self, segment: Segment, end: End | None = None) -> None:
-        """Adds a segment; with the last one, `end` must say why the trajectory ends."""
+        """Adds a segment. With the last segment, `end` must say why the trajectory ends."""
         self._check(segment)
         self.segments = (*self.segments, segment)
         self.end = end
@@ -374,7 +374,7 @@ class Task:
 
 
 class Reward(msgspec.Struct, frozen=True):
-    """A value that an answer earned at a token position of the response; position -1 is the last token."""
+    """A value that an answer earned at a token position of the response; -1 is the last token. `weight` scales it."""
 
     value: float
     name: str = "reward"
@@ -396,7 +396,7 @@ def reward_problem(rewards: Sequence[Reward]) -> str | None:
 
 
 def total_problem(rewards: Sequence[Reward]) -> str | None:
-    """Like `reward_problem`, but also checks the weighted sum."""
+    """Returns why rewards cannot be trained on, like `reward_problem`, but also checks their weighted sum."""
     earned = total(rewards)
     return reward_problem(rewards) or (
         None if abs(earned) <= MAX_REWARD else f"the weighted sum is {_too_large(earned)}"

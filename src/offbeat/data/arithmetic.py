@@ -1,9 +1,9 @@
-"""Built-in arithmetic: sums of several numbers and, as a tail of long answers, worked multiplications.
+"""Built-in arithmetic problems: sums of several numbers and, to have some long answers, multiplication tables.
 
 The answer to a sum such as `47+38+6=` is its running totals, `85 91`. The answer to a multiplication such as `7*4=` is
-its table, `1:7 2:14 3:21 4:28`; the multiplier is drawn from a log-normal distribution. `tail` is the share of
-multiplications. The reward looks only at the last number. A tenth of all problems, chosen by a hash of their text, is
-held out: neither pre-training nor RL ever sees them.
+its table, `1:7 2:14 3:21 4:28`; the multiplier, here 4, is drawn from a log-normal distribution. `tail` is the share of
+multiplications among the problems. The reward looks only at an answer's last number. A tenth of all problems, chosen by
+a hash of their text, is held out: neither pre-training nor RL ever sees them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ NUM_TERMS = {1: (2, 2), 2: (2, 3), 3: (2, 4), 4: (3, 5), 5: (4, 8)}
 """Smallest and largest number of terms of a sum, by level."""
 LARGEST_TERM = {1: 9, 2: 49, 3: 99, 4: 99, 5: 499}
 MAX_LINES = 40
-"""Number of entries of the longest multiplication table, which is the largest multiplier."""
+"""Largest multiplier, which is the number of entries of the longest multiplication table."""
 HELD_OUT_IN = 10
-"""One problem out of this many is held out."""
+"""One problem out of this many is held out of training."""
 LAST_NUMBER = re.compile(r"(\d+)\s*$")
 
 

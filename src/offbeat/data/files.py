@@ -3,9 +3,9 @@
 - Every row is checked when the source is opened; an error is one line that names the row.
 - A row is held out if the hash of its prompt, as a fraction, is below the share `held_out`. So rows with equal prompts
   stay together, and adding rows later does not move any other row.
-- Epochs follow one another, each in its own order, which depends only on seed and epoch.
-- The reward gets the row's other columns as `info`, and the answer's column too, except if that is named `answer` and
-  holds text.
+- Epochs follow one another. With `shuffle`, each has its own order, which depends only on seed and epoch.
+- The reward gets the row's other columns as `info`. They include the answer's column, unless this column is named
+  `answer` and holds text (or nothing).
 """
 
 from __future__ import annotations
@@ -262,8 +262,8 @@ def permutation(size: int, key: str) -> np.ndarray:
 
 
 def _choose_held_out(hashes: np.ndarray, share: float) -> np.ndarray:
-    """Returns a mask of the held-out rows, given the hashes of their prompts. If `share` is above 0 and not all prompts
-    are equal, at least one row is held out."""
+    """Returns a mask of the rows to hold out, given the hashes of all rows' prompts and the `share` to hold out. If
+    `share` is above 0 and not all prompts are equal, at least one row is held out."""
     chosen = hashes < np.uint64(int(share * 2**64))
     if share > 0 and not chosen.any() and hashes.min() != hashes.max():
         chosen = hashes == hashes.min()

@@ -1,9 +1,9 @@
 """Problems from a user's function with any of the parameters `ordinal`, `seed` and `held_out`.
 
 The function is called by keyword. It returns a problem as a dict: `prompt` (text or chat messages) and, optionally,
-`answer` and `info`. Like every source it must be a pure function of its arguments. For held-out problems, ordinals also
-count from 0, and the function may return None if it has no more. A function without the parameter `held_out` has no
-held-out problems.
+`answer` and `info`. Like every source it must be a pure function of its arguments. For held-out problems (`held_out` is
+True), ordinals also count from 0, and the function returns None once it has no more. A function without the parameter
+`held_out` has no held-out problems.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Problems of the data sets of reasoning-gym.
 
-A problem depends only on seed and ordinal. Problems are made in chunks of `CHUNK` with consecutive seeds, because some
-data sets build all their problems at once. Held-out problems come from separate seeds, the same for every run. A hash
-of the text also decides which questions may be held out. Training skips these, whichever seed produces them.
+A problem depends only on seed and ordinal. Problems are made in chunks of `CHUNK` problems with consecutive seeds,
+because some data sets build all problems at once. Held-out problems come from seeds of their own, the same for every
+run. A hash of its text decides whether a question may be held out; training skips such questions, from whichever seed.
 
 A few data sets iterate over Python sets, so a second run gets the same questions only with the same PYTHONHASHSEED.
 """
@@ -24,12 +24,12 @@ from offbeat.spelling import suggest
 CHUNK = 500
 """Problems per chunk: reasoning-gym's default size, with which every data set is tested."""
 HELD_OUT_IN = 4
-"""One question in this many is held out. The share is large, so that a held-out question is found after a few tries.
+"""One question in this many may be held out. The share is large, so that such a question is found after a few tries.
 Training loses nothing, because questions are generated on demand."""
 NUM_HELD_OUT_SEEDS = 2**24
 NUM_TRAIN_SEEDS = 2**32 - NUM_HELD_OUT_SEEDS
 STRIDE = 2**26
-"""Number added to the seed for the next attempt if a question turns out to be held out; more than any run draws."""
+"""Number added to the seed for the next attempt if a question must be skipped; larger than any run's draws."""
 MAX_TRIES = 60
 """Attempts to find a question to train on; only a data set with very few different questions needs more."""
 
@@ -81,7 +81,8 @@ def is_held_out(question: str) -> bool:
 
 
 def judge(question: str, answer: str, info: Mapping[str, Any]) -> float:
-    """Returns the data set's own score of `answer`; `question` and `info` are prompt and info of a problem of `Gym`."""
+    """Returns the data set's own score of `answer`; `question` and `info` are prompt and info of one of `Gym`'s
+    problems."""
     if "entry" not in info:
         raise ValueError("the reward 'gym' judges only problems of reasoning-gym, and this one has another source")
     dataset = _judging(info["dataset"], json.dumps(info["options"], sort_keys=True))

@@ -1,8 +1,8 @@
 """Lengths of prompts, measured before a run starts: all rows of files and datasets, a sample of other sources.
 
 The first `MEASURED` rows are always tokenised. A later row is tokenised only if it has so many characters that it might
-be too long, so a file of a million short rows takes seconds. Other sources make prompts on demand. If one of these is
-too long and not in the sample, it is left out when it is drawn.
+be too long. So a file of a million short rows takes seconds. Other sources make prompts on demand. A prompt that is too
+long and not in the sample is left out when it is drawn, or cut if `rollout.long_prompts` says so.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class PromptLengths:
 
 
 def measure_prompts(mixture: Mixture, renderer: Renderer, held_out: int) -> list[PromptLengths]:
-    """Measures the prompts of every source, including `held_out` problems for evaluation. Raises `UserError` for a row
-    that is unusable with any `rollout.long_prompts`, such as one that the chat template refuses."""
+    """Measures the prompts of every source, including those of `held_out` (a number) problems for evaluation. Raises
+    `UserError` for a row that no `rollout.long_prompts` makes usable, such as one that the chat template refuses."""
     return [_measure(member, _problems(member, mixture, held_out), renderer) for member in mixture.members.values()]
 
 
@@ -114,7 +114,7 @@ def _is_short(problem: Problem, room: int) -> bool:
 
 
 def _with(found: PromptLengths, piece: list[Problem], member: WeightedSource, renderer: Renderer) -> PromptLengths:
-    """Returns what was found so far with the prompts of `piece` added."""
+    """Returns the lengths `found` so far, with those of the prompts in `piece` added."""
     lengths = renderer.lengths(member, piece)
     long = [(problem.place, n) for problem, n in zip(piece, lengths, strict=True) if n > renderer.max_prompt_tokens]
     if long and not found.num_long:

@@ -1,8 +1,8 @@
 """Several sources, drawn in proportion to their weights.
 
 The next source depends only on how often each source was drawn before. So the ledger's counts are the only cursor, and
-a restarted run continues from them. The source farthest behind its share is next, so no source is ever a whole draw
-ahead of its share.
+a restarted run continues from them. The source that is farthest behind its share of the draws is next. So no source is
+ever a whole draw ahead of its share.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from offbeat.data.prompts import Problem, PromptSource
 from offbeat.errors import OffbeatError, UserError
 
 RewardSpec = str | Callable[..., Any] | Mapping[str, str | Callable[..., Any]]
-"""A reward's name, a function, or a mapping of names to several of these, whose values are added up."""
+"""A reward: a name, a function, or a mapping of names to several names or functions, whose values are added up."""
 Functions = Mapping[str, Callable[..., Any]]
 """Functions that a Python program gives as sources of prompts; each key is a task's `path`."""
 ROWS = "tasks"
@@ -98,8 +98,9 @@ def build_mixture(
     functions: Functions | None = None,
     home: Path | None = None,
 ) -> Mixture:
-    """Builds the mixture of a configuration's `task` list. If `reward` is given, it scores all sources. `functions` are
-    sources from Python, by `task.path`. `home` is the run's folder, which keeps the rows given from Python."""
+    """Builds the mixture of a configuration's `task` list. If `reward` is given, it replaces the rewards of all
+    sources. `functions` are sources from Python, by `task.path`. `home` is the run's folder, which keeps the rows given
+    from Python."""
     members: list[WeightedSource] = []
     rewards: dict[str, RewardSpec] = {}
     for position, task in enumerate(tasks):
@@ -143,8 +144,8 @@ def _build_source(task: AnyTask, seed: int, functions: Functions, home: Path | N
 
 
 def rows_file(path: str, home: Path | None) -> str:
-    """Returns the current path of a task's file. Rows that were given from Python are in the run's folder `home`, and
-    so move with it."""
+    """Returns the current path of a task's file. A file of rows that were given from Python is in the run's folder,
+    which may have been moved to `home` since."""
     moved = None if home is None else home / ROWS / Path(path).name
     return str(moved) if moved and Path(path).parent.name == ROWS and moved.is_file() else path
 

@@ -1,10 +1,10 @@
 """Prompts: the problems of a source, and their token ids. Sampling and training use only the ids, never the text.
 
-A source is a pure function of its seed and an ordinal, so the ledger's count of draws is the only data cursor: after a
-restart no problem is skipped or repeated.
+A source is a pure function of its seed and an ordinal (number of a problem, from 0). So the ledger's count of draws is
+the only data cursor: after a restart no problem is skipped or repeated.
 
-Chat messages always go through the chat template. A text prompt does if its source's `chat` is True, or if `chat` is
-None and the model has a template. Other text gets the tokenizer's leading special tokens, but no trailing end token.
+Chat messages always go through the chat template. A text prompt goes through it if its source's `chat` is True, or if
+`chat` is None and the model has a template. Other text gets the tokenizer's leading special tokens, but no end token.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Rendered(Protocol):
 
 
 class BadPrompt(UserError):
-    """One prompt cannot be used, because it is too long or empty, or because the chat template refuses it. Other
-    prompts of its source may be fine. `what` is the message without the remedy."""
+    """Raised for a prompt that is too long or empty, or that the chat template refuses. Other prompts of its source may
+    be fine. `what` is the message without the remedy."""
 
     def __init__(self, what: str, remedy: str = ""):
         super().__init__(f"{what}; {remedy}" if remedy else what)
@@ -48,8 +48,8 @@ class BadPrompt(UserError):
 
 class Renderer:
     """Turns prompts into token ids with a transformers tokenizer. `template_hash` identifies the chat template; None:
-    no template. `window_tokens` limits prompt and answer together; None: no limit. With `cuts`, a prompt that is too
-    long loses the beginning of its text."""
+    no template. `window_tokens` limits prompt and answer together; None: no limit. With `cuts`, the beginning of a
+    prompt that is too long is cut off."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class Renderer:
         return np.asarray(ids, np.int32)
 
     def lengths(self, source: Rendered, problems: Sequence[Problem]) -> list[int]:
-        """Returns the number of tokens of each prompt before any cut. Tokenises all together, which is much faster.
-        Raises `BadPrompt` for an empty prompt."""
+        """Returns the number of tokens of each problem's prompt before any cut. Tokenises all together, which is much
+        faster. Raises `BadPrompt` for an empty prompt."""
         written = [self._written(source, problem.prompt, problem.place) for problem in problems]
         found = [0] * len(written)
         for is_chat in {is_chat for _, is_chat in written}:
@@ -94,8 +94,8 @@ class Renderer:
         return found
 
     def ascii_room(self, source: Rendered) -> int:
-        """Returns the number of characters up to which an ASCII text prompt is certainly not too long, because each
-        token covers at least one character. Returns 0 if that is not certain."""
+        """Returns a number of characters. An ASCII text prompt with at most so many is certainly not too long, because
+        each token covers at least one character. Returns 0 if this tokenizer gives no such certainty."""
         if not _covers_ascii(self.tokenizer):
             return 0
         mark = "offbeat"
@@ -141,7 +141,7 @@ class Renderer:
         if source.system is not None:
             raise UserError(
                 f"task.system of {source.name}: a system message needs task.chat and a chat template, but these "
-                "prompts are plain text"
+                "prompts are plain text; set task.chat, or leave task.system out"
             )
         return prompt, False
 
@@ -195,7 +195,7 @@ KEEPS_ASCII = {"Sequence", "NFC", "NFD", "NFKC", "NFKD"}
 
 
 def _covers_ascii(tokenizer: Any) -> bool:
-    """Returns whether each token of an ASCII text certainly covers at least one of its characters, because the
+    """Returns whether each token of an ASCII text certainly covers at least one of its characters. It does if the
     tokenizer neither rewrites the text nor inserts spaces before it splits the text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -243,12 +243,12 @@ class PromptSource(Protocol):
 
     @property
     def default_reward(self) -> str | None:
-        """Reward used if the configuration does not name one; None: the user must choose one."""
+        """Name of the reward to use if the configuration names none; None: the user must choose a reward."""
         ...
 
     @property
     def chat(self) -> bool | None:
-        """Whether a text prompt goes through the chat template; None: only if the model has one."""
+        """Whether a text prompt goes through the chat template; None: only if the model has a template."""
         ...
 
     def problem(self, ordinal: int) -> Problem:

@@ -1,7 +1,7 @@
 """Records rows that were given from Python in a file of JSON lines, from which a task then reads them.
 
 So a resumed run or a later evaluation sees the same rows. They may come from a list, a Hugging Face dataset, a pandas
-data frame or a generator, and are read once, in order, and never held in memory together.
+data frame or a generator. They are read once, in order, and are not held in memory together.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def record(rows: Any, file: Path, task: Mapping[str, Any], label: str) -> dict[s
 
 
 def _messages(row: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the setting `messages` if the prompt of the first row is a list of chat messages; otherwise nothing."""
+    """Returns the setting `messages`, the prompt's column, if the first row's prompt is a list of messages; else
+    nothing."""
     column = settings.get("prompt", "prompt")
     return {"messages": column} if "messages" not in settings and isinstance(row.get(column), list) else {}
 

@@ -1,9 +1,9 @@
 """Index of keys and values that aborted requests left in the KV cache, so that a request can resume without prefill.
 
 A free slot keeps its content until another request needs the slot, so caching takes no memory from running requests. A
-prefix found for a request consists of the request's own tokens, with the same split into prompt and response, because
-the bits of the keys and values depend on the split. Its keys and values are of the version served, or at most `kv_lag`
-versions older if the request allows stale ones. A request with `KvMode.REFILL` finds no prefix.
+prefix is reused only by a request that begins with the same tokens and has the same prompt length. (Where the prompt
+ends affects the bits of the keys and values.) The prefix's keys and values are of the version served, or at most
+`kv_lag` versions older if the request allows stale ones. A request with `KvMode.REFILL` finds no prefix.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CachedPrefix:
     kv_version: int
     """Number of the oldest version of the weights that computed any of the keys and values."""
     kv_lag: int = 0
-    """Versions by which the keys and values may lag behind the version served; if 0, the next load drops them."""
+    """Versions by which the keys and values may be older than the version served; if 0, the next load drops them."""
 
     @property
     def key(self) -> bytes:
@@ -49,7 +49,7 @@ class CachedPrefix:
 
 
 class CachedPrefixes:
-    """Prefixes cached in free slots, at most one per slot, in the order in which their requests were aborted."""
+    """Index of the prefixes cached in free slots, at most one per slot; the caller copies and overwrites the slots."""
 
     def __init__(self) -> None:
         self._prefixes: dict[int, CachedPrefix] = {}
@@ -90,7 +90,7 @@ class CachedPrefixes:
             del self._slots[key]
 
     def move(self, slot: int, target: int) -> None:
-        """Moves the entry of a prefix from `slot` to `target`; its place in the eviction order does not change."""
+        """Records that the caller moved a prefix from `slot` to `target`; its place in the eviction order stays."""
         assert target not in self._prefixes, f"slot {target} already holds a prefix"
         prefixes = [replace(p, slot=target) if p.slot == slot else p for p in self._prefixes.values()]
         self._prefixes = {prefix.slot: prefix for prefix in prefixes}
@@ -119,7 +119,8 @@ class CachedPrefixes:
 
 
 def is_worth_reusing(num_cached: int, num_missing: int) -> bool:
-    """Whether reusing `num_cached` tokens and feeding the `num_missing` others one by one is cheaper than a prefill."""
+    """Whether a cached prefix is cheaper than a new prefill: `num_cached` tokens are reused, and the `num_missing`
+    tokens after them are fed one by one in decode steps."""
     return num_missing * FED_COST <= num_cached
 
 

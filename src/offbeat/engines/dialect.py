@@ -1,7 +1,8 @@
 """`Dialect`: the common interface to engines that run as HTTP servers.
 
-A dialect speaks one server's API and knows its quirks; its only state is what the server reported. `http_engine`
-decides when to call the dialect, what happens to running requests at a load, and which version sampled a token.
+A dialect speaks one server's API and knows its quirks. It remembers what the server reported and which weights it has
+prepared for a load, but no requests. `http_engine` decides when to call the dialect, what happens to running requests
+at a load, and which version sampled a token.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Facts:
     has_spans: bool
     """Whether answers say which weights sampled each token."""
     has_labels: bool
-    """Whether the server stores a label for its weights and reports it on request."""
+    """Whether the server stores a label (text that a load gives to the weights) and reports it on request."""
     kv_modes: frozenset[KvMode]
     is_seeded: bool = True
     """Whether a call's seed has an effect."""
@@ -58,7 +59,7 @@ class Call:
     salt: str
     """Any text; the server shares cached prefixes only between calls with the same salt."""
     label: str = ""
-    """Label of the weights that must sample the answer."""
+    """Label of the loaded weights that must sample the answer; see `Dialect.load`."""
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -101,12 +102,12 @@ class Dialect(Protocol):
         ...
 
     async def pause(self, *, keeps_kv: bool) -> None:
-        """Stops generation between two steps and returns once the server computes nothing; open calls stay open. If
-        `keeps_kv` is False, the server drops all keys and values and computes them again after `resume`."""
+        """Stops generation between two decode steps and returns once the server computes nothing; open calls stay open.
+        If `keeps_kv` is False, the server drops all keys and values and computes them again after `resume`."""
         ...
 
     async def stage(self, version: Version) -> None:
-        """Prepares `load` of this version while the server still generates."""
+        """Prepares the load of a version, such as by reading its files, while the server still generates."""
         ...
 
     async def load(self, version: Version, label: str) -> None:
@@ -117,7 +118,7 @@ class Dialect(Protocol):
     async def resume(self) -> None: ...
 
     async def label(self) -> str:
-        """Returns the label of the server's weights; if it stores none, a text that changes when it restarts."""
+        """Returns the label of the server's weights. If it stores none, returns a text that a restart changes."""
         ...
 
     async def check(self) -> None:

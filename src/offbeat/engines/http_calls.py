@@ -1,4 +1,4 @@
-"""HTTP client for an engine's server: keeps connections open, gives calls deadlines, names the server in errors."""
+"""HTTP client for an engine's server, with connections that stay open, deadlines, and errors that name the server."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ MAX_LINE_BYTES = 64 * 2**20
 UNIX = "unix:"
 """Prefix of the URL of a server at a Unix socket; the socket's path follows."""
 KEEPALIVE_S = 4.0
-"""Seconds to keep an idle connection: fewer than common servers do, so that none is reused while a server closes it."""
+"""Seconds to keep an idle connection: fewer than most servers do, so that no call uses one that is being closed."""
 MAX_QUOTED = 300
 NO_LISTENER = (ConnectionRefusedError, FileNotFoundError)
 """Errors raised when nothing listens at the port, and when the socket file is missing."""
 NOT_JSON = (ValueError, RecursionError)
-"""Errors of decoding JSON; msgspec's own errors and that of invalid UTF-8 are ValueErrors."""
+"""Errors of decoding JSON; msgspec's own errors and the one for invalid UTF-8 are subclasses of ValueError."""
 
 
 class ServerAway(EngineError):
@@ -58,7 +58,7 @@ class Server:
         if api_key and not (api_key.isascii() and api_key.isprintable()):
             raise UserError(
                 f"{self.url}: the engine's key (OFFBEAT_ENGINE_KEY) has characters that HTTP cannot send, such as a "
-                "line break"
+                "line break; set it again without them"
             )
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
@@ -78,8 +78,8 @@ class Server:
         return (await self._fetch("GET", path, {}, None, within_s)).decode(errors="replace")
 
     async def events(self, path: str, body: Any) -> AsyncIterator[bytes]:
-        """Sends a POST and yields the data of each server-sent event as it arrives. No deadline; the caller closes the
-        iterator."""
+        """Sends a POST and yields the data of each server-sent event as it arrives. There is no deadline; the caller
+        must close the iterator, which ends the call."""
         lines = Lines()
         try:
             async with self._request("POST", path, {}, body) as answer:

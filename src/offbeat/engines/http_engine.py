@@ -1,10 +1,10 @@
 """`HttpEngine`: the engine protocol over an HTTP server, through the server's `Dialect`.
 
-Answers are streamed, which spreads the cost of reading them over time. Besides what the protocol promises, weights
-change only while the server is paused, and the server is always resumed. An engine is dead once its server does not
-answer, sends no token for long, has restarted, fails during a load, or has other weights than the engine loaded last.
-Then every call, including those already waiting, raises `EngineDied` with the server's name. A dead engine stays dead;
-a new one must begin with a load.
+Answers are streamed, which spreads the cost of reading them over time. Weights change only while the server is paused,
+and every pause is followed by a resume, even after an error. An engine is dead once its server cannot be reached, sends
+no token for long, has restarted or fails during a load. It is also dead if the server has other weights than the engine
+loaded last. Then every call, including those already waiting, raises `EngineDied` with the server's name. A dead engine
+stays dead; a new one must begin with a load.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ CHECK_EVERY_S = 5.0
 CHECK_AGAIN_S = 0.5
 """Seconds until the next health check after one that failed, or that was skipped because of a load."""
 DEAD_AFTER_S = 30.0
-"""Seconds of failing health checks after which the server is dead; a busy machine may delay answers for a while."""
+"""Seconds of failing health checks after which a server counts as dead; a busy machine may delay answers."""
 STUCK_AFTER_S = 600.0
 """Seconds without any token, while the server has requests, after which the engine is dead."""
 ABORT_WITHIN_S = 30.0
 ABORTED_PAUSE_S = 2.0
 MAX_BREAKS = 3
-"""A request fails when this many of its calls have broken, with the server healthy each time."""
+"""A request fails once this many of its calls have broken off, although the server proved healthy after each."""
 
 
 class HttpEngine:
@@ -116,7 +116,7 @@ class HttpEngine:
             self._changes.notify()
 
     async def _carry(self, running: ActiveRequest) -> Finish:
-        """Runs a request to its end, with a new call after a load or a broken connection; returns why it finished."""
+        """Runs a request to its end, with a new call after each load or broken connection; returns why it ended."""
         num_breaks = 0
         while running.over is None:
             await self._changes.wait_for(
@@ -183,8 +183,8 @@ class HttpEngine:
         await self._changes.wait_for(lambda: not any(self._running.get(r.request.id) is r for r in targets))
 
     async def _empty(self, targets: Sequence[ActiveRequest]) -> None:
-        """Aborts the calls of `targets`, keeping their tokens so far. An abort may reach the server before its call
-        does, so aborts are repeated until all calls have ended."""
+        """Aborts the calls of `targets`, keeping their tokens so far. An abort may reach the server before the call
+        that it should end, so aborts are repeated until all calls have ended."""
         deadline_s, pause_s = time.monotonic() + ABORT_WITHIN_S, 0.05
         while left := [running.call.id for running in targets if running.call is not None]:
             if time.monotonic() > deadline_s:
@@ -212,8 +212,8 @@ class HttpEngine:
 
     @asynccontextmanager
     async def _still(self) -> AsyncIterator[None]:
-        """Holds back new calls while the block loads weights, and adds the time to `seconds_still`. If the block fails,
-        ends the engine, because the server's weights are then unknown."""
+        """Holds back new calls while the `with` block loads weights, and adds the block's time to `seconds_still`. If
+        the block fails, ends the engine, because the server's weights are then unknown."""
         start_s = time.monotonic()
         self._is_loading = True
         self._meter.stand_still(True)
@@ -261,7 +261,8 @@ class HttpEngine:
     # Health
 
     async def _check_health(self) -> None:
-        """Checks the server every few seconds, and at once after a failed call. Ends the engine of a dead server."""
+        """Checks the server every few seconds, and at once after a failed call, but not during a load. Ends the engine
+        if the server is dead, has other weights than were loaded, or sends no tokens."""
         while self._ended is None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._is_suspect.wait(), CHECK_EVERY_S)
@@ -305,7 +306,7 @@ class HttpEngine:
 
     @contextmanager
     def _deadly(self) -> Iterator[None]:
-        """Ends the engine if the block raises an `EngineError`: the server's state is then unknown."""
+        """Ends the engine if the `with` block raises an `EngineError`, because the server's state is then unknown."""
         try:
             yield
         except EngineError as error:
@@ -336,7 +337,8 @@ class HttpEngine:
 
 @dataclass(frozen=True)
 class LoadedVersion:
-    """Number of a version that the server has loaded, and the label of its weights there. Each load has a new label."""
+    """A load of a version into the server: the version's number, and the label that the server's weights got. Each load
+    has a new label, even if it repeats a version."""
 
     number: int
     label: str
@@ -344,7 +346,7 @@ class LoadedVersion:
 
 @dataclass(eq=False)
 class ActiveRequest:
-    """One request to a server and its tokens so far, with the versions that sampled them and computed their KV. No I/O.
+    """A request and its tokens so far, with the versions that sampled them and computed their keys and values. No I/O.
 
     A request may take several calls: if a load of weights or a broken connection ends a call, a new call continues the
     request.
@@ -366,7 +368,7 @@ class ActiveRequest:
     _loaded: list[LoadedVersion] = field(default_factory=list)
     """Weights that the server had during the current call, in order."""
     _kv: list[int] = field(default_factory=list)
-    """For each entry of `_loaded`, the oldest version whose weights computed any of the call's keys and values."""
+    """For each entry of `_loaded`: the oldest version that computed any keys and values that the call then used."""
 
     @property
     def _label(self) -> str:
@@ -401,8 +403,8 @@ class ActiveRequest:
         )
 
     def begin(self, loaded: LoadedVersion, prefix: str) -> Call:
-        """Begins the request's next call and returns it, to be sent while the server has `loaded`. The call's id begins
-        with `prefix`, which no other engine uses on this server."""
+        """Begins the request's next call and returns it. The caller must send it while the server has the weights
+        `loaded`. The call's id begins with `prefix`, which no other engine uses on this server."""
         rest = self.rest
         self.num_calls += 1
         name = f"{prefix}-{rest.id}-{self.num_calls}"
@@ -513,9 +515,9 @@ class Meter:
     """Estimates the server's work for this worker from the server's answers.
 
     Each sampled token counts as one row of a decode step, which reads all tokens before it and no padding. A decoding
-    call gets one token per step, so the number of steps is the number of tokens divided by the mean number of calls
-    that decode at once. Prefilled and resumed tokens are known only if every answer reports `num_cached`. The server
-    counts as busy while it has calls and is not paused.
+    call gets one token per decode step. So the number of steps is the number of tokens divided by the mean number of
+    calls that decode at once. Prefilled and resumed tokens are known only if every answer reports `num_cached`. The
+    server counts as busy while it has calls and is not paused.
     """
 
     def __init__(self, clock: Callable[[], float]):
@@ -527,10 +529,10 @@ class Meter:
         self._num_rows = 0
         """Tokens received since steps were last counted."""
         self._decode_s = self._row_s = 0.0
-        """Since steps were last counted: seconds in which any call decoded, and the sum of all calls' decoding
-        seconds."""
+        """Two times since steps were last counted: seconds in which at least one call decoded, and seconds of decoding
+        summed over calls."""
         self._steps_left = 0.0
-        """Fraction of a step that is not counted yet."""
+        """Fraction of a decode step that is not counted yet."""
 
     @property
     def metrics(self) -> EngineMetrics:
@@ -573,8 +575,8 @@ class Meter:
             self._row_s += num_decoding * passed_s
 
     def _count_steps(self) -> None:
-        """Adds the steps since the last count: tokens divided by the mean number of decoding calls. Without decoding
-        time, as when only first tokens have come, nothing is counted yet."""
+        """Adds the decode steps since the last count: tokens divided by the mean number of calls that decoded at once.
+        While no call has spent time decoding, the tokens are kept for the next count."""
         if self._row_s <= 0:
             return
         steps = self._num_rows * self._decode_s / self._row_s + self._steps_left

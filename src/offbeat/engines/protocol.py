@@ -1,10 +1,11 @@
 """The protocol between a worker and its engine.
 
-Requests start and end independently, weights may change while they run, and the engine decides how to batch its steps.
-Every engine promises:
+Requests start and end independently, and weights may change while requests run. The engine decides which requests share
+a decode step. Every engine promises:
 
 - It takes and returns token ids. Log-probs are float32, under the version that sampled the token, after temperature.
-- Each token carries the version that sampled it: a `load` splits running generations into segments.
+- Each token carries the version that sampled it. If weights are loaded during a generation, its tokens are split into
+  one segment per version (only if `Capabilities.splits_by_version`).
 - `abort` makes `generate` return the tokens so far, with `Finish.ABORT`.
 - A token's sampling noise depends only on the request's seed and the token's response position, and a continuation
   never replays the noise of its prefix. An engine without seeds sets `Capabilities.is_seeded` to False.
@@ -50,17 +51,19 @@ class KvMode(StrEnum):
     """Which keys and values a request's tokens may attend to."""
 
     SAME = "same"
-    """Only those of the version that samples the token; cached ones, such as an aborted request's, may be reused."""
+    """Only keys and values of the version that samples the token. Cached ones may be reused, such as those of an
+    aborted request."""
     REFILL = "refill"
-    """Only those of the version that samples the token, computed for this request; no cached ones are reused."""
+    """Only keys and values of the version that samples the token, all computed for this request: no cache is reused."""
     STALE = "stale"
-    """Like `SAME`, but a running request keeps its keys and values across a load, within `Request.kv_lag`. Some engines
-    also keep them for a request that was aborted before the load and resumed after it."""
+    """Like `SAME`, but a running request keeps its keys and values when newer weights are loaded, if they are then at
+    most `Request.kv_lag` versions older. Some engines also keep them for a request that was aborted before the load and
+    is resumed after it."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One generation: `tokens` are the prompt followed by the first `position` tokens of the response."""
+    """Asks for one generation. `tokens` are the prompt and the `position` response tokens that exist already."""
 
     id: str
     tokens: np.ndarray
@@ -70,7 +73,7 @@ class Request:
     """Response position of the first token to sample; `sampling.max_new_tokens` counts from here."""
     kv: KvMode = KvMode.SAME
     kv_lag: int = 0
-    """Number of versions by which kept keys and values may lag behind the version served (`KvMode.STALE`)."""
+    """With `KvMode.STALE`: versions by which kept keys and values may be older than the version served."""
 
     @property
     def engine_seed(self) -> int:
@@ -82,7 +85,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Generation:
-    """Result of a request: consecutive segments (tokens of one version), which start at the request's position."""
+    """Result of a request: consecutive segments, each of one version; the first starts at the request's `position`."""
 
     id: str
     segments: tuple[Segment, ...]
@@ -94,7 +97,7 @@ class Capabilities:
     """Abilities and limits of an engine, fixed for its lifetime."""
 
     fingerprint: str
-    """Name and release of the engine, dtype and quantisation; stored with every segment."""
+    """Text that names engine, release, dtype and quantisation; stored with every segment."""
     num_slots: int
     """Maximum number of concurrent requests."""
     max_context_tokens: int
@@ -115,7 +118,7 @@ class EngineMetrics:
     num_rows: int | None = 0
     """Sum of the rows of all decode steps: in each step one row per running request, plus padding rows."""
     num_context_tokens: int | None = 0
-    """Context tokens that the rows of all steps read, padding included."""
+    """Sum, over all decode steps, of the context tokens that the step's rows read, padding included."""
     num_prefilled_tokens: int | None = 0
     """Tokens computed in prefills, padding included."""
     num_resumed_tokens: int | None = 0
@@ -141,7 +144,7 @@ class Engine(Protocol):
 
     @property
     def seconds_still(self) -> float:
-        """Total time, in seconds, for which loads of weights have stopped generation."""
+        """Total time, in seconds, for which generation stood still because weights were loaded."""
         ...
 
     @property
@@ -154,7 +157,7 @@ class Engine(Protocol):
         ...
 
     async def load(self, version: Version) -> None:
-        """Loads a version's weights between two steps; running requests continue with the new weights."""
+        """Loads a version's weights between two decode steps; running requests continue with the new weights."""
         ...
 
     async def close(self) -> None: ...

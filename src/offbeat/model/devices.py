@@ -1,4 +1,4 @@
-"""Chooses the device and the dtype by name, and wraps what differs between kinds of devices.
+"""Chooses the device and the dtype by name, and wraps torch's calls that differ between CUDA, Apple GPUs and CPUs.
 
 All other code takes a `torch.device` and a `torch.dtype` from here. `cuda` covers NVIDIA and, in a ROCm build of torch,
 AMD; `mps` is the GPU of an Apple machine. Asking for a device that this machine lacks raises a `UserError` that lists

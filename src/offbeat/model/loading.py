@@ -4,8 +4,8 @@ Works with any Hugging Face causal language model that has safetensors weights. 
 weights or tokenizer, damaged file) raises a `UserError` of one line. torch is imported only where needed, so that a
 process can tokenise without it.
 
-A loaded model has all its weights, is in evaluation mode and has no dropout: its forward pass depends only on weights
-and tokens, so the log-probs of two engines can be compared. A saved folder appears whole or not at all.
+A loaded model has all its weights, is in evaluation mode and has no dropout. So its forward pass depends only on
+weights and tokens, and the log-probs of two engines can be compared. A saved folder appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ KINDS = f"the folder of a Hugging Face model, its name on the hub such as Qwen/Q
 NO_WINDOW_TOKENS = 1 << 20
 """Context window of architectures that have no limit, such as state-space models."""
 _loading = threading.Lock()
-"""Lock to hold while transformers loads a model, which changes initialisers and default dtype of the whole process."""
+"""Lock to hold while transformers loads a model, because loading changes the process's initialisers and default
+dtype."""
 
 
 def resolve(path: str | Path, *, need_weights: bool = True) -> Path:
@@ -137,8 +138,8 @@ def context_window(config: PretrainedConfig) -> int:
 
 
 def switching_lengths(config: PretrainedConfig) -> list[int]:
-    """Returns the numbers of tokens above which longrope codes positions differently. There is one for each longrope
-    setting in `config`, so none without longrope."""
+    """Returns the numbers of tokens above which longrope codes positions differently: one number for each longrope
+    setting in `config`, so an empty list without longrope."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [one for one in (rope, *rope.values()) if isinstance(one, dict) and one.get("rope_type") == "longrope"]
     shorter = getattr(config, "original_max_position_embeddings", None)
@@ -210,7 +211,7 @@ def state_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def load_state(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copies tensors, by name, into the model, cast to its dtype; a tied tensor may be given under any of its names.
+    """Copies tensors, by name, into the model and casts them to its dtype; a tied tensor may have any of its names.
 
     All names and shapes are checked before the first tensor is written.
     """
@@ -237,7 +238,7 @@ def load_state(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> N
 
 
 def _tied_names(model: torch.nn.Module) -> list[tuple[list[str], torch.Tensor]]:
-    """Returns each of the model's tensors once, with all its names. Transformers saves it under the first one."""
+    """Returns each of the model's tensors once, with all its names; transformers saves the tensor under the first."""
     tied_targets = getattr(model, "all_tied_weights_keys", None) or {}
     names_by_tensor: dict[int, tuple[list[str], torch.Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():  # the parameters themselves, for `id`

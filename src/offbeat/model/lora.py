@@ -1,9 +1,9 @@
-"""Low-rank adapters (LoRA) in a model with frozen weights: attach, read, disable, merge.
+"""Low-rank adapters (LoRA) in a model with frozen weights: adds, reads, disables and merges them.
 
 The adapted layers are modules of peft inside the model, so trainer and engine run them with the same arithmetic. An
 adapter has the dtype of its layer. At the start its first matrix is random, drawn from the run's seed, and its second
-matrix is 0, so that the model's outputs equal those of the loaded model to the bit. Published tensors and configuration
-use peft's names, so that peft and vLLM can read them.
+matrix is 0. So the model's outputs equal those of the loaded model to the bit. Published tensors and configuration use
+peft's names, so that peft and vLLM can read them.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def find_layers(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
 
 
 def published_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Returns the tensors to publish as a version (no copies): those of the adapter, or all if there is no adapter."""
+    """Returns the tensors to publish as a version (no copies): the adapter's, or all if there is no adapter."""
     return adapter_tensors(model) or state_tensors(model)
 
 
@@ -125,7 +125,7 @@ def scale_of(model: nn.Module) -> float:
 
 
 class AdapterDisabled:
-    """Calls a model with its adapters switched off, so that the reference model needs no second copy of the weights."""
+    """Calls a model with its adapters switched off: the reference model, without a second copy of the weights."""
 
     def __init__(self, model: PreTrainedModel):
         self.model, self._adapted = model, list(_layers(model).values())

@@ -1,9 +1,9 @@
-"""Decides whether Offbeat's attention can replace a model's own, over packed rows (trainer) and KV slots (engine).
+"""Decides whether Offbeat's own attention, over packed rows (trainer) and KV slots (engine), can replace a model's.
 
 It can if tokens influence each other through attention alone, and if attention needs no option that the replacement
-lacks. Names and flags do not tell, so the model is probed by a forward pass, in which attention is a function that
-records its arguments and returns 0. The input is two rows that end in the same token. If anything about that token
-differs between the rows, earlier tokens have influenced it otherwise than through attention.
+lacks. Names and flags do not tell this, so the model is probed by a forward pass. In this pass, attention is a function
+that records its arguments and returns 0. The input is two rows that end in the same token. If logits or attention's
+inputs at this token differ between the rows, earlier tokens have influenced it without attention.
 
 Other models run with their own attention and without a KV cache, one sample per row. Rows are padded on the right,
 where a causal model does not see the padding. At their start, trainer and engine also compare log-probs with the
@@ -27,7 +27,7 @@ from offbeat.errors import OffbeatError, UserError
 
 PROBE = "offbeat_probe"
 OPTION = "offbeat_option"
-"""Option passed to the model by the probe, to see whether the model hands it on to attention."""
+"""Option that the probe passes to the model, to see whether the model hands options on to attention."""
 UNDERSTOOD = {"scaling", "dropout", "sliding_window", "softcap", "s_aux"}
 """Attention options that trainer and engine support."""
 FOR_OTHERS = {OPTION, "position_ids", "use_cache", "logits_to_keep", "return_dict"} | {
@@ -107,7 +107,7 @@ def _obstacle(model: PreTrainedModel, takes: Mapping[str, inspect.Parameter], se
 
 @contextmanager
 def attending(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    """Makes a model use the attention named `implementation` within the block; afterwards it gets its own back."""
+    """Makes a model use the attention named `implementation` in the `with` block, and afterwards its own again."""
     parts = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
     before = [(config, config._attn_implementation) for config in parts.values()]
     try:
@@ -124,9 +124,9 @@ def max_distance(model: PreTrainedModel) -> float:
 
 
 def distance(found: Tensor, own: Tensor) -> float | None:
-    """Returns how far the logits `found` are from `own`, those of the model's own forward pass: the root mean square
-    difference of their log-probs, divided by the standard deviation of the log-probs of `own`. None if the log-probs
-    of `own` are not finite."""
+    """Returns how far the logits `found` are from `own`, the logits of the model's own forward pass. This is the root
+    mean square difference of their log-probs, divided by the standard deviation of the log-probs of `own`. None if the
+    log-probs of `own` are not finite."""
     one, other = found.float().log_softmax(-1), own.float().log_softmax(-1)
     if not bool(other.isfinite().all()):
         return None
@@ -143,7 +143,8 @@ def own_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 @contextmanager
 def one_line_errors(model: PreTrainedModel, what: str) -> Iterator[None]:
-    """Turns any error of a model's code within the block into a `UserError` of one line that says that `what` fails."""
+    """Turns an error of a model's code in the `with` block into a `UserError` of one line that says that `what`
+    fails."""
     try:
         yield
     except (OffbeatError, torch.OutOfMemoryError):
@@ -158,7 +159,7 @@ def one_line_errors(model: PreTrainedModel, what: str) -> Iterator[None]:
 
 @contextmanager
 def without_random(model: PreTrainedModel) -> Iterator[None]:
-    """Restores the random state of the CPU and of the model's GPU after the block."""
+    """Restores the random state of the CPU and of the model's GPU after the `with` block."""
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         yield
 
@@ -168,7 +169,7 @@ def kind_of(model: PreTrainedModel) -> str:
 
 
 def probe_tokens(model: PreTrainedModel, count: int) -> list[int]:
-    """Returns `count` tokens without a special meaning, all different if the vocabulary is large enough."""
+    """Returns the ids of `count` ordinary (not special) tokens, all different if the vocabulary is large enough."""
     config = model.config.get_text_config()
     named = [value for key, value in vars(config).items() if key.endswith("_token_id")]
     special = {token for value in named for token in (value if isinstance(value, list) else [value])}

@@ -3,7 +3,7 @@
 - It imports neither torch nor anything that does, so it starts in a fraction of a second.
 - The output of a reward goes to the log, never into the pipe to the pool. Standard streams that a reward closes or
   replaces are restored after the sample. If a reward changes the descriptors of the pipes or the log, the process ends
-  at once, so that no other sample is blamed.
+  at once. So no other sample is blamed.
 - A plain function judges samples one after another, an async function concurrently. Each sample has a deadline.
 - A function with TRL's signature is called once for many samples, with lists (`ListReward`).
 - A reward that raises, or does not return a finite number, gives an error, never a value; the traceback is in the log.
@@ -38,22 +38,22 @@ SEND_EVERY_S = 0.005
 """Answers are collected for this long before they are sent. If the process is killed, at most this much work is lost
 and repeated."""
 HAND_BACK_AFTER_S = 0.1
-"""Seconds after which a process hands back the samples that it has not begun, for other processes to judge. So messages
-can be large, and slow samples are still spread over all processes."""
+"""Seconds after which a process hands back the samples of a message that it has not begun, for other processes to
+judge. So messages can be large, and slow samples are still spread over all processes."""
 SHORT_SHARE = 0.25
-"""Share of the time limit. After a call of a `ListReward` that took less than this, the next call may have twice as
-many samples, because the limit applies to a whole call."""
+"""Share of the time limit, which applies to a whole call. After a call of a `ListReward` that took a smaller share, the
+next call may have twice as many samples."""
 MAX_ERROR_CHARS = 400
 FAR = 700
 """First descriptor for our own pipes. User code rarely touches descriptors this high: daemons close the first 256."""
 LAST = -1
-"""Position that stands for the last token."""
+"""Token position of a reward that stands for the answer's last token."""
 SET_PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of Linux's prctl."""
 
 
 class Pipes:
-    """A reward process's pipes to its pool, and its log, on descriptors from `FAR` on."""
+    """A reward process's pipes to its pool, and its log. Their file descriptors are `FAR` or higher."""
 
     def __init__(self) -> None:
         far = min(FAR, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
@@ -359,8 +359,8 @@ def _unpickle(name: str, data: bytes) -> Function:
 
 
 def _die_with(parent: int) -> None:
-    """Makes this process end when its parent does. On Linux, the kernel kills it once the parent's thread that started
-    it has ended."""
+    """Makes this process end when its parent does. On Linux, the kernel kills it as soon as the parent's thread that
+    started it ends; elsewhere, only a parent that has already ended is noticed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:

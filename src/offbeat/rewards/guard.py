@@ -5,8 +5,8 @@
 OWNER is the process id of the pool, and LIFELINE the descriptor of a pipe that the pool holds open. The guard kills all
 its descendants when the reward process ends, when the owner dies, or when the pipe closes. On Linux, orphans become
 children of the guard, so it finds even a daemon with its own session. On other systems it kills the process group and
-the descendants that it still finds. If the reward process has ended by itself, the guard exits with the same status. It
-runs as a file and imports only the standard library, to start quickly.
+those descendants that `ps` still shows as such. If the reward process has ended by itself, the guard exits with the
+same status. It runs as a file and imports only the standard library, to start quickly.
 """
 
 from __future__ import annotations

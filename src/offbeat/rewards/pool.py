@@ -1,9 +1,9 @@
-"""Scores samples in killable processes: a reward that hangs, raises or crashes affects only its own sample.
+"""Scores samples (answers) in killable processes: a reward that hangs, raises or crashes affects only its own sample.
 
 - Every sample has a wall-clock deadline. A sample that misses it gets the error `timeout`; its process is killed, and
   unanswered samples in the same message are judged again by another process.
-- Several calls run at once. Samples are handed out in small batches. If there are enough processes, each reward leaves
-  one process free for every other reward, so that a slow reward does not delay a quick one.
+- Several calls run at once. Samples are handed out in small messages. If there are enough processes, each reward leaves
+  one process free for every other reward. So a slow reward does not delay a quick one.
 - `close` leaves no process behind, and neither does a pool that is itself killed (see `guard`).
 """
 
@@ -28,11 +28,11 @@ from offbeat.trajectory import Reward, reward_problem
 OneReward = str | Callable[..., Any]
 """Name of a built-in reward, `module:function`, `file.py:function`, or a function."""
 RewardSpec = OneReward | Mapping[str, OneReward]
-"""A reward, or a mapping of names to rewards whose values are added up. Each of these gives a part with its name."""
+"""A reward, or a mapping of names to rewards whose values are added up. Each of them gives a part with its name."""
 START_S = 120.0
 """Time limit for the start of a process; a user's module may import a lot."""
 MAX_PIECE = 64
-"""Largest number of samples in one message; an async function judges them concurrently."""
+"""Largest number of samples in one message to a process; an async function judges all of them concurrently."""
 MAX_LOSSES = 3
 """A sample fails after this many processes were lost with it, even if another sample may have caused the losses."""
 
@@ -62,14 +62,14 @@ class RewardResult:
 
 NOT_APPLICABLE = RewardResult(error="value: the reward returned None: no reward applies to this answer")
 WHOLE = "reward"
-"""Name that a function's value has if it gives only one number."""
+"""Name of the only part of a reward if the function returns one number."""
 TRIAL = RewardInput(prompt="1+1=", response="2", answer="2")
 """Sample on which `check` tries a reward by default."""
 
 
 @dataclass(eq=False)
 class _Call:
-    """A call of `score`; `num_open` samples have no result yet."""
+    """A call of `score` in progress; `num_open` counts its samples that have no result yet."""
 
     done: asyncio.Future[None]
     results: list[RewardResult | None]
@@ -95,7 +95,7 @@ class RewardPool:
         self.num_processes, self.log_path = processes, log_path
         self._names = list(rewards)
         self._sums = {name: tuple(spec) for name, spec in rewards.items() if isinstance(spec, Mapping)}
-        """Names of the parts of each reward that is a sum of several."""
+        """For each reward that is a sum of several: the names of these parts."""
         each: dict[str, OneReward] = {}
         for name, spec in rewards.items():
             if isinstance(spec, Mapping):
@@ -135,8 +135,8 @@ class RewardPool:
 
     @property
     def parts(self) -> set[str]:
-        """Names of all parts of the rewards that are sums of several. A trial may lack some of them, because a part may
-        not apply to its sample."""
+        """Names of all parts of the rewards that are sums of several. The result of a trial may lack some of them,
+        because a part may not apply to the trial's sample."""
         return {part for parts in self._sums.values() for part in parts}
 
     def move_log(self, path: Path) -> None:
@@ -155,8 +155,8 @@ class RewardPool:
         return [result if result.rewards or result.error else NOT_APPLICABLE for result in results]
 
     async def _score(self, name: str, batch: Sequence[RewardInput]) -> list[RewardResult]:
-        """Judges a batch with one function. A result with neither rewards nor an error means that the function does not
-        apply to the sample."""
+        """Judges a batch with one reward function. A result with neither rewards nor an error means that the function
+        does not apply to the sample."""
         if self._is_closed:
             raise OffbeatError("the reward pool is closed")
         if name not in self._queues:
@@ -222,8 +222,8 @@ class RewardPool:
         return outcome.error is None
 
     def _put_back(self, name: str, jobs: Sequence[_Job], outcome: ProcessOutcome) -> None:
-        """Queues unanswered samples again, in order. A sample fails instead if it brought the process down. It also
-        fails if `MAX_LOSSES` processes were lost with it and no culprit was known."""
+        """Queues unanswered samples again, in order. A sample fails instead if it is the culprit, which brought the
+        process down. It also fails after `MAX_LOSSES` lost processes for which no culprit was known."""
         if outcome.error is not None:
             self._log.write(f"reward {name} {outcome.error}\n")
         again = []
@@ -244,7 +244,7 @@ class RewardPool:
         return name, self._take(name) if name else []
 
     def _waiting(self) -> list[str]:
-        """Returns the rewards that have samples waiting and may occupy one more process."""
+        """Returns the names of rewards that have samples waiting and may occupy one more process."""
         most = max(1, self.num_processes - len(self._queues) + 1)
         return [name for name, queue in self._queues.items() if queue and self._num_running[name] < most]
 
@@ -277,7 +277,7 @@ class RewardPool:
         self._news.set()
 
     def _slot_ended(self, slot: asyncio.Task[None]) -> None:
-        """Fails all calls if the task behind a process ended because of a bug, so that no caller waits for ever."""
+        """Fails all calls if an asyncio task that serves a process ended by a bug, so that no caller waits forever."""
         if not slot.cancelled() and (error := slot.exception()):
             self._is_closed = True
             self._give_up(error)

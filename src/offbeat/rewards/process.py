@@ -53,7 +53,7 @@ class RewardLog:
         return self._write
 
     def write(self, text: str) -> None:
-        """Adds text from the pool itself."""
+        """Adds text of the pool's own to the log."""
         self._keep(text.encode())
 
     def move(self, path: Path) -> None:
@@ -96,15 +96,16 @@ class RewardLog:
 
 
 GRACE_S = 2.0
-"""Seconds that the pool adds to a deadline in two cases: the process enforces the deadline itself, or it has not begun
-its work, because the machine may be busy."""
+"""Seconds that the pool adds to a deadline in two cases: if the process enforces the deadline itself, and before the
+process has begun its first sample, because the machine may be busy."""
 EXIT_S = 5.0
 """Longest wait for a killed process to end; this takes milliseconds unless the machine is overloaded."""
 
 
 @dataclass(frozen=True)
 class ProcessOutcome:
-    """Result of one message to a reward process, without the answers: which samples have none, and any error."""
+    """Outcome of one message to a reward process: samples without an answer, and why the process was lost, if it
+    was."""
 
     unanswered: tuple[int, ...] = ()
     """Indices of samples that the process handed back, or had not answered when it hung or died."""
@@ -232,7 +233,8 @@ class RewardProcess:
         )
 
     def _take_answers(self, unanswered: set[int], on_answer: Callable[[wire.RewardAnswer], None]) -> bool:
-        """Passes the answers received to `on_answer`; returns whether the process is free again."""
+        """Passes the received answers to `on_answer` and removes their samples from `unanswered`; returns whether the
+        process is free again."""
         last = False
         while self._pipes.messages:
             message = self._pipes.messages.popleft()
@@ -294,8 +296,8 @@ def _culprit(unanswered: set[int], num_begun: int, in_turn: bool) -> int | None:
 
 
 def _new_cell() -> IO[bytes]:
-    """Creates the file that `Progress` maps, in memory if possible: writing to a mapped file on a full disk kills the
-    process."""
+    """Creates the file that `wire.Progress` maps. It is in memory if possible, because on a full disk a write to a
+    mapped file kills the process."""
     if hasattr(os, "memfd_create"):
         cell: IO[bytes] = os.fdopen(os.memfd_create("offbeat"), "w+b", 0)
     else:

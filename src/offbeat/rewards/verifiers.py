@@ -5,7 +5,7 @@
 - `math`: math-verify finds response and answer mathematically equal;
 - `gym`: the score of the reasoning-gym data set that posed the question.
 
-A built-in raises if the problem has no answer that it can read. That counts as a failure, never as reward 0.
+A built-in raises if the problem has no answer that it can read. This counts as a failed reward, never as reward 0.
 Optional packages are imported when a reward is loaded, so that a missing one is reported before training.
 """
 

@@ -25,7 +25,8 @@ ARGUMENTS = ("response", "answer", "prompt", "info", "tokens")
 
 
 class Setup(msgspec.Struct, tag=True):
-    """First message from the pool to a process: rewards by name, as specs for `load_reward` or pickled functions."""
+    """First message from the pool to a process: rewards by name, either `named` as in a configuration (for
+    `load_reward`) or as `pickled` functions."""
 
     timeout_s: float
     named: dict[str, str]
@@ -57,7 +58,7 @@ class RewardRefused(msgspec.Struct, tag=True):
 
 
 class Work(msgspec.Struct, tag=True):
-    """Message from the pool to a process: samples for one reward, each as the arguments that the reward takes."""
+    """Message from the pool to a process: samples to judge with one reward, each as the reward's arguments."""
 
     reward: str
     samples: list[dict[str, Any]]
@@ -73,7 +74,7 @@ class RewardAnswer(msgspec.Struct, array_like=True):
 
 
 class Answers(msgspec.Struct, tag=True):
-    """Message from a process to the pool. `last`: the process is free; it will not judge the unanswered samples."""
+    """Message from a process to the pool. If `last` is set, the process is free and hands unanswered samples back."""
 
     answers: list[RewardAnswer]
     last: bool
@@ -133,7 +134,7 @@ class Moment(NamedTuple):
     num_begun: int
     """Samples begun since the process started."""
     begun_s: float
-    """When the last of them began, on the machine's monotonic clock."""
+    """When the latest sample was begun, on the machine's monotonic clock."""
 
 
 class Progress:

@@ -1,8 +1,8 @@
 """Crash points: places where tests can kill a process, to check that nothing is lost or done twice.
 
 `OFFBEAT_CRASH_AT` lists points, separated by commas; `name:3` means the third time that a process passes the point. The
-process gets SIGKILL, so nothing is flushed. If `OFFBEAT_CRASH_ONCE` names a folder, each point kills only one process
-and leaves a file with the point's name in the folder, so that a restarted process gets past it.
+process gets SIGKILL, so nothing is flushed. If `OFFBEAT_CRASH_ONCE` names a folder, each point kills only one process,
+and leaves a file with the point's name there. So a restarted process gets past the point.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ POINTS: dict[str, tuple[str, ...]] = {
         "half-forgotten",  # old versions deleted, their pieces not yet
     ),
 }
-"""All crash points by role."""
+"""Names of all crash points, by the role of the process that passes them."""
 
 _wanted = os.environ.get(AT)
 """Value of `OFFBEAT_CRASH_AT`, read only once, because some points are passed for every trajectory."""

@@ -1,8 +1,8 @@
 """Assembles a version's whole file from a base and a chain of manifests, in one pass over the parts.
 
-Each part is read from the base, taken through every delta of the chain and written to the new file, several parts at
-a time. A part that the chain changes is hashed and compared with the last manifest. An unchanged part is copied by the
-file system without reading it: the base was verified when it was made.
+Each part (up to 16 MiB of a tensor) is read from the base, changed by one manifest after the other and written to the
+new file. Several parts are processed at a time. A part that the chain changes is hashed and compared with the last
+manifest. An unchanged part is copied without a check, because the base was verified when it was made.
 
 Guarantees: the file appears whole, flushed and verified, or not at all; the base never changes; repeating a call has
 the same result. Memory holds only a few parts and the pieces that contain them.
@@ -41,7 +41,7 @@ GetPiece = Callable[[str], bytes | memoryview]
 
 
 class AssemblyStep(NamedTuple):
-    """Change of one tensor part (up to 16 MiB) by one manifest; `piece` is the digest of the piece that stores it."""
+    """Change of a part (up to 16 MiB of a tensor) by one manifest; `piece` is the digest of the piece that holds it."""
 
     piece: str
     part: Part
@@ -49,7 +49,7 @@ class AssemblyStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """Plan for one part (up to 16 MiB of a tensor) of the new file: its offsets, and the changes to apply."""
+    """Plan for one part (up to 16 MiB of a tensor) of the new file: where it lies, and the changes that produce it."""
 
     tensor: TensorEntry
     index: int
@@ -184,7 +184,7 @@ class _Pieces:
         self._held: dict[str, memoryview] = {}
 
     def take(self, step: AssemblyStep) -> memoryview:
-        """Returns a step's coded bytes. Call it once per step: a piece is freed after the last step that uses it."""
+        """Returns the coded bytes of an `AssemblyStep`. Call it once for each: a piece is freed after its last use."""
         with self._locks[step.piece]:
             held = self._held.pop(step.piece, None)
             if held is None:

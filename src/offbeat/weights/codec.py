@@ -1,13 +1,14 @@
-"""Codes a part of a tensor as its changes since the base: the smallest of same, sparse, shift and dense.
+"""Codes a part (up to 16 MiB) of a tensor, if possible as its changes since the base, an older version of the weights.
 
 A training step changes about one weight in a hundred, nearly always to a neighbouring value of its type. So elements
-are treated as integers, made of their bits. `same` stores nothing: the part equals the base's. `sparse` (types of two
-bytes) stores the positions of changed elements, and the differences. `shift` (types of two and four bytes) stores the
-difference of every element, modulo the type's range. `dense` stores the elements themselves, and needs no base.
+are treated as integers, made of their bits. There are four codings, and `encode` chooses the one that is probably
+smallest. `same` stores nothing: the part equals the base's. `sparse` (types of two bytes) stores the positions of
+changed elements, and the differences. `shift` (types of two and four bytes) stores the difference of every element,
+modulo the type's range. `dense` stores the elements themselves, and needs no base.
 
 Guarantees: decoding is integer arithmetic, so NaN, -0 and sign flips are restored bit by bit. `decode` takes memory and
-time in proportion to `num_bytes`, whatever the code claims, and raises `CodecError` if the code contradicts itself or
-the part. It cannot detect a wrong base or a wrong but well-formed code: the caller must check the digest.
+time in proportion to `num_bytes`, whatever the coded bytes claim. It raises `CodecError` if these contradict themselves
+or do not fit the part. It cannot detect a wrong base or a wrong but well-formed code: the caller must check the digest.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from offbeat.weights.manifest import ITEM_BYTES, Coding
 HEADER = struct.Struct("<I")
 """Header of a stream (a run of bytes): twice its stored length in bytes, plus 1 if it is compressed."""
 ZSTD_PARAMETERS = zstandard.ZstdCompressionParameters.from_level(1, hash_log=6)
-"""Compression with a tiny hash table, because in the noise of the streams only Huffman codes help. The usual 2^13
-entries made the exponents of bf16 weights 8 % larger, by chance matches, and took five times as long (8 MiB)."""
+"""Compression with a tiny hash table, because in the noise of the streams only Huffman codes help. With the usual 2^13
+entries, chance matches made the compressed exponents of bf16 weights 8 % larger, and 8 MiB took five times as long."""
 MAX_WINDOW_BYTES = 1 << 24
 
 
@@ -129,17 +130,17 @@ class Streams:
 # are stored, without positions.
 
 SPARSE_HEADER = struct.Struct("<IIH")
-"""Header of a sparse code: number of changes with a position, bytes of their gaps, and limit (see `_limit`)."""
+"""Header of a sparse code: number of changes with a position, number of bytes of their gaps, limit (see `_limit`)."""
 MEAN_GAP_BITS = 6
-"""Bits that remain of the mean gap between changes when its low bits are split off, to be stored separately."""
+"""Number of bits that the mean gap between changes keeps; the lower bits of all gaps are stored separately."""
 FILLER = 255
 """Byte of a coded gap that stands for 255, to which the next byte is added; gaps of 255 or more need it."""
 MANY_LARGER = 0.25
-"""Share of changes by more than 1, as integers, from which a limit (see `_limit`) is considered. Weights with a normal
-spread have fewer such changes. Quantised weights and small learning rates give more, most of them near zero."""
+"""From this share of large changes on (by more than 1, as integers), a limit is considered (see `_limit`). Weights with
+a normal spread have fewer. Quantised weights and small learning rates give more, most of them near zero."""
 NEAR_QUANTILE = 0.75
-"""`_limit` takes the elements that changed by more than 1, and sets the limit just above this quantile of their old
-bits, without sign."""
+"""`_limit` takes the old bits, without sign, of the elements that changed by more than 1. The limit is just above this
+quantile of them."""
 MIN_NEAR_CHANGED = 0.6
 """Smallest share of changed elements among those below the limit (see `_limit`); with less, no limit is used."""
 SIZE_BITS = 0x7FFF
@@ -156,7 +157,7 @@ class SparseChanges(NamedTuple):
 
 
 def encode_sparse(changes: SparseChanges, new: np.ndarray, old: np.ndarray) -> bytes:
-    """Returns the code that turns raw bytes `old` into `new`; `changes` are the elements that differ, at least one."""
+    """Returns the code that turns raw bytes `old` into `new`; `changes` lists the elements that differ, never none."""
     new_items, old_items = items_of(new, 2), items_of(old, 2)
     sizes = np.abs(changes.differences.view("<i2")).view("<u2")  # right for -32768 too, whose abs() overflows to itself
     limit = _limit(changes, sizes, old_items)
@@ -297,7 +298,7 @@ SPARSE_BELOW = 0.5
 """Largest share of changed elements for which `sparse` is tried: above it, `shift` is faster and, with normally spread
 updates, no larger."""
 SURE_SHARE = 0.25
-"""A sparse code of at most this share of the raw bytes is used without trying other codings: none is so small."""
+"""A sparse code of at most this share of the raw bytes is used without a trial of other codings, which are larger."""
 BLOCK_ITEMS = 1 << 17
 """Elements compared at a time: few enough to stay in a core's cache until their changes are read."""
 SAMPLE_ITEMS, NUM_SAMPLES = 8192, 4
@@ -383,7 +384,7 @@ def _find_changes(new: np.ndarray, old: np.ndarray, most: int) -> SparseChanges 
 
 
 def _encode_whole(new: np.ndarray, old: np.ndarray, item_bytes: int) -> tuple[Coding, bytes]:
-    """Codes all elements as `shift` or `dense`, whichever is smaller on a sample; returns that coding and the code."""
+    """Codes all elements as `shift` or `dense`, whichever is smaller for a sample; returns the coding and the code."""
     if item_bytes not in (2, 4):
         return Coding.DENSE, _encode_dense(new, item_bytes)
     new_items, old_items = items_of(new, item_bytes), items_of(old, item_bytes)

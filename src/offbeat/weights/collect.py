@@ -2,11 +2,11 @@
 
 Keeps the versions in use (by leases, untrained trajectories and checkpoints), the newest version, and all their bases.
 Deletes the manifests of all other versions, and the pieces that only those manifests name. A piece is kept for a day if
-no manifest names it, or if it was put after the last manifest that names it. Pieces are put before their manifest, so
-such a piece may belong to a version that is being published.
+no manifest names it, or if it was stored after the last manifest that names it. Pieces are stored before their
+manifest, so such a piece may belong to a version that is being published.
 
 Guarantees: nothing that a kept version needs is deleted, nor are manifests of untrusted keys and their pieces. Pieces
-are deleted before the manifests that name them, so that the next collection finds what a crash left.
+are deleted before the manifests that name them. So after a crash, the next collection finds the remaining pieces.
 """
 
 from __future__ import annotations
@@ -105,15 +105,15 @@ def _numbers(manifests: Mapping[int, Sequence[Manifest | None]], in_use: Collect
 
 
 def _is_anchor_delta(manifest: Manifest, others: Sequence[Manifest | None]) -> bool:
-    """Returns whether `manifest` is only the delta of an anchor, a version whose full manifest is among `others`. The
-    delta's base need not be kept, because receivers can use the full manifest."""
+    """Returns whether `manifest` holds only the changes of an anchor whose full manifest is among `others`. Then its
+    base need not be kept, because receivers can use the full manifest."""
     deltas = {other.delta for other in others if other is not None and other.delta is not None}
     return bool(deltas) and manifest_digest(manifest.encode()) in deltas
 
 
 def _droppable(dropped: Mapping[Entry, Manifest], times: Times, before_s: float) -> list[str]:
-    """Returns the digests of the pieces that may be deleted if no kept manifest names them: pieces last put before
-    `before_s`, and pieces not put again after the newest `dropped` manifest that names them."""
+    """Returns the digests of the pieces that may be deleted if no kept manifest names them. These are pieces last
+    stored before `before_s`, and pieces not stored again after the newest `dropped` manifest that names them."""
     named_s: dict[str, float] = {}
     for entry, manifest in dropped.items():
         for piece in manifest.pieces:

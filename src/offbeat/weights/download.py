@@ -93,7 +93,7 @@ log = logging.getLogger(__name__)
 NUM_PARALLEL = 4
 """Pieces downloaded at a time: enough to fill a line with a long round trip, few enough for memory."""
 MAX_ATTEMPTS = 3
-"""Most attempts to download content that arrives whole but wrong; if all fail, the network is not the cause."""
+"""Most attempts to download content that arrives complete but with the wrong digest; if all fail, it is not chance."""
 
 
 class PieceDownloader:
@@ -138,7 +138,7 @@ class PieceDownloader:
         raise AssertionError("this is a bug: the last attempt to get a manifest neither returned nor raised")
 
     async def pieces(self, chain: Sequence[Manifest]) -> Counter[str]:
-        """Downloads the missing pieces of `chain`; returns the bytes fetched, by manifest kind (such as "delta")."""
+        """Downloads the missing pieces of the manifests in `chain`; returns the bytes fetched, by kind of manifest."""
         wanted = {piece.digest: (piece, manifest) for manifest in chain for piece in manifest.pieces}
         missing = await in_thread(lambda: [entry for entry in wanted.values() if not self._has(entry[0])])
         self.expected = {piece.digest for piece, _ in missing}
@@ -178,8 +178,8 @@ class PieceDownloader:
         raise PieceDamaged(f"version {number}: piece {piece.digest} arrived damaged {MAX_ATTEMPTS} times")
 
     def num_bytes_arrived(self) -> int:
-        """Returns a number that changes as downloads progress, so that peers see whether it is worth waiting. It is the
-        bytes of unfinished pieces minus the number of these pieces."""
+        """Returns a number that changes as downloads progress, so that peers see whether it is worth waiting: the bytes
+        of the unfinished pieces minus their number."""
         sizes = 0
         for digest in list(self.expected):
             with suppress(FileNotFoundError):
@@ -213,7 +213,7 @@ class PieceDownloader:
             return False
 
     def read(self, digest: str) -> memoryview:
-        """Maps a downloaded piece into memory for as long as the view is held."""
+        """Returns a downloaded piece, mapped into memory for as long as the caller holds the view."""
         with open(self._path_of(digest), "rb") as file:
             if not os.fstat(file.fileno()).st_size:
                 return memoryview(b"")  # an empty file cannot be mapped
@@ -244,8 +244,9 @@ class PieceDownloader:
 
 
 def _check(data: bytes, number: int, version_digest: str | None, digest: str) -> Manifest:
-    """Decodes the manifest `data`. Raises `ManifestError` if it is not of version `number`, if that version's digest is
-    not `version_digest` (None: any), or if the manifest's own digest is not `digest` ("": any)."""
+    """Decodes the manifest `data`. Raises `ManifestError` if it belongs to another version than `number`. Raises it
+    also if that version's digest is not `version_digest` (None: any), or the manifest's own is not `digest` ("":
+    any)."""
     if digest and manifest_digest(data) != digest:
         raise ManifestError(
             f"version {number}: the manifest has digest {manifest_digest(data)[:12]}, not {digest[:12]}"

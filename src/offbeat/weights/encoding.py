@@ -1,8 +1,8 @@
-"""Codes the parts of a model's tensors against the parts of a base, and packs the codes into pieces.
+"""Codes parts of tensors, each with or without the same part of a base (an older version), and packs codes into pieces.
 
-A part is read once: one thread compares it with the base's part, checks it for NaN and infinity, hashes it, codes it
-and writes it to the whole file, all while it is in the cache. A part equal to the base's is not hashed, because its
-digest is known.
+A part has up to 16 MiB and is read once. While it is in the processor's cache, one thread compares it with the base's
+part, checks it for NaN and infinity, hashes it, codes it and writes it to the whole file. A part equal to the base's is
+not hashed, because its digest is known.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from offbeat.weights.signing import open_sealed
 from offbeat.weights.version import DTYPES, FILE_NAME, PIECE_BYTES, WeightFolder, WeightsError, open_file_digest
 
 DEVICE_BLOCK_ITEMS = 1 << 26
-"""Elements compared at a time: bounds the result of the comparison to 64 MiB of device memory."""
+"""Elements compared at a time, so that the result of the comparison takes at most 64 MiB of device memory."""
 
 
 @torch.no_grad()
@@ -64,7 +64,7 @@ BLOCK_ITEMS = 1 << 16
 
 
 def is_finite(data: np.ndarray, dtype: str) -> bool:
-    """Whether all elements are finite; `data` holds raw bytes."""
+    """Returns whether all elements are finite; `data` holds their raw bytes, `dtype` is their safetensors type."""
     limit = DOUBLED_LIMITS.get(dtype)
     if limit is None:
         return True
@@ -82,7 +82,7 @@ NAMES = {torch_name: name for name, torch_name in DTYPES.items()}
 
 @dataclass(frozen=True)
 class BaseTensor:
-    """A tensor of the base (the version to compare with): its file, its offset there and its manifest entry."""
+    """A tensor of the base (the older version): the open file, the tensor's offset there and its manifest entry."""
 
     file: BinaryIO
     start: int
@@ -184,7 +184,7 @@ def _changes(part: RawPart, new: np.ndarray, old: np.ndarray) -> SparseChanges |
 
 
 def _changed(new: np.ndarray, old: np.ndarray, dtype: str, changes: SparseChanges | None) -> np.ndarray:
-    """Returns the raw bytes of the elements of `new` that differ from `old`. `changes` lists them; None: not known."""
+    """Returns the raw bytes of the elements of `new` that differ from `old`. `changes` lists them, if known."""
     items = new.view(f"<u{ITEM_BYTES[dtype]}")
     found = items[items != old.view(items.dtype)] if changes is None else items.take(changes.positions)
     return found.view(np.uint8)
@@ -228,7 +228,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Chain:
-    """Size of what a worker that joins late has to fetch: an anchor (a full version) and the deltas since."""
+    """Size of the versions that a worker that joins late has to fetch: an anchor, in full, and the deltas since."""
 
     full_bytes: int
     num_deltas: int = 0
@@ -267,8 +267,8 @@ class BaseFile:
 
 
 def resume_from(number: int, folder: WeightFolder, store: PieceStore, trusted: str) -> BaseFile | None:
-    """Opens version `number` from an earlier process as a base; None if its file or its chain of manifests is damaged.
-    `trusted` is the public key that must have signed the manifests."""
+    """Opens version `number`, published by an earlier process, as a base; None if its file or its manifests are
+    unusable. `trusted` is the public key that must have signed the manifests."""
     with ExitStack() as files:
         try:
             file = files.enter_context(open(folder.path(number) / FILE_NAME, "rb"))
@@ -284,8 +284,8 @@ def resume_from(number: int, folder: WeightFolder, store: PieceStore, trusted: s
 
 
 def find_adapter_base(number: int, digest: str, store: PieceStore, trusted: str) -> Base | None:
-    """Returns the record of the base weights of adapter version `number` if they have `digest`, a manifest signed by
-    the key `trusted`, and all pieces in the store; else None."""
+    """Returns the record of the base weights of adapter version `number`; None if they cannot be used. They must have
+    `digest`, a manifest signed by the key `trusted`, and all pieces in the store."""
     try:
         manifests = _Manifests(store, trusted)
         for manifest in manifests.of(number):
@@ -301,7 +301,7 @@ def find_adapter_base(number: int, digest: str, store: PieceStore, trusted: str)
 
 
 class _Manifests:
-    """Reads manifests from a store; refuses those that the key `trusted` has not signed."""
+    """Reads manifests from a store; refuses manifests that the key `trusted` has not signed."""
 
     def __init__(self, store: PieceStore, trusted: str):
         self._store, self._trusted, self._listed = store, trusted, store.list_manifests()

@@ -1,12 +1,13 @@
 """Manifests: a document for each published version that lists its content, signed by its trainer.
 
-A tensor's bytes are cut into parts of at most 16 MiB, as for its digest. Each part is coded by itself, with or without
-the same part of a base (`offbeat.weights.codec`). The coded parts are packed into pieces, named by the blake3 digest of
-their bytes. So a receiver with a trusted manifest can check everything else, whatever its source.
+A tensor's bytes are cut into parts of at most 16 MiB, as for its digest. Each part is coded by itself, either whole or
+as changes since the same part of an older version, the base (`offbeat.weights.codec`). The coded parts are packed into
+pieces, named by the blake3 digest of their bytes. So a receiver with a trusted manifest can check everything else,
+whatever its source.
 
 Guarantees: `encode` is canonical, so equal manifests have equal bytes and one digest. `decode` refuses bytes that are
-not canonical, and contradictions: parts that do not fit their tensors or pieces, a digest that does not match the
-tensors, a delta without a base.
+not canonical, and contradictions, such as a part that does not fit its tensor or piece, a digest that does not match
+the tensors, or a delta without a base.
 """
 
 from __future__ import annotations
@@ -46,18 +47,18 @@ class Kind(StrEnum):
     DELTA = "delta"
     """The changes since a base."""
     ADAPTER = "adapter"
-    """All tensors of an adapter; its base is needed too."""
+    """All tensors of an adapter; a receiver also needs the adapter's base."""
 
 
 class Coding(StrEnum):
     SAME = "same"
-    """Equal to the base's part; no bytes."""
+    """The part equals the base's and takes no bytes."""
     SPARSE = "sparse"
-    """Positions of the changed elements, and their differences."""
+    """Positions of the elements that differ from the base's part, and their differences."""
     SHIFT = "shift"
-    """Difference of every element."""
+    """Difference of every element from the base's part."""
     DENSE = "dense"
-    """All elements."""
+    """All elements, without a base."""
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -102,10 +103,10 @@ class PieceEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     number: Count
-    """Version number of the base. An adapter's base is no version, and is stored under the first adapter's number."""
+    """Version number of the base. The base of adapters is no version of its own; it has the first adapter's number."""
     digest: Digest
     manifest: Digest | None = None
-    """Digest of the base's manifest if this is the base of an adapter and is in the store; else None."""
+    """For the base of adapters that is in the store: digest of the base's manifest; else None."""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -219,4 +220,4 @@ class Anchoring:
     every: int = 10
     """Versions from one anchor to the next. 1: each version is an anchor; 0: each is full, without deltas."""
     max_share: float = 0.5
-    """Share of a full copy's bytes: if the deltas since the last anchor exceed it, the next version is an anchor."""
+    """Share of a full version's bytes. If the deltas since the last anchor take more, the next version is an anchor."""

@@ -41,8 +41,8 @@ WRITE_BYTES = 256 * 1024
 FRESH_S, STALE_S = 10.0, 60.0
 """Seconds for which a list of accepted keys is used: normally, and while the coordinator cannot be reached."""
 ASK_EVERY_S, ASK_WITHIN_S = 1.0, 4.0
-"""Least seconds between two requests to the coordinator for accepted keys, and most seconds until it answers. A peer
-whose key is being checked waits a little longer than that for the answer to its own request."""
+"""Least seconds between two requests to the coordinator for accepted keys, and most seconds until it answers. Peers
+allow their own requests a little more time than `ASK_WITHIN_S`."""
 ARRIVED = "Offbeat-Arrived"
 """Header of a 503 answer ("not here yet"); a change of its value means that downloads here make progress."""
 STOP_WITHIN_S = 0.1
@@ -58,7 +58,7 @@ class PeerLimits:
     max_sent: int = 8
     """Most pieces being sent at a time; each is held in memory and has at most 32 MiB."""
     max_wait_s: float = 30.0
-    """Longest wait for a piece, shorter than the time limits of proxies; callers then ask again."""
+    """Longest wait of a request for its piece, shorter than the time limits of proxies; callers then ask again."""
     unexpected_wait_s: float = 2.0
     """Longest wait for a piece that this worker is neither downloading nor about to download."""
     check_every_s: float = 0.1
@@ -70,8 +70,9 @@ class PeerLimits:
 class Guests:
     """Decides which peers (other workers) may fetch here, by a list of key hashes that `ask` gets from the coordinator.
 
-    A list is used for `FRESH_S`, so that a worker that left or was set aside is soon refused, and for `STALE_S` while
-    the coordinator cannot be reached. An unknown key may be that of a new worker, so the coordinator is asked again.
+    A list is used for `FRESH_S`, so that a worker that left or is in quarantine is soon refused. It is used for
+    `STALE_S` while the coordinator cannot be reached. An unknown key may be that of a new worker, so the coordinator is
+    asked again.
     """
 
     def __init__(self, ask: Callable[[], Awaitable[Collection[str]]], clock: Callable[[], float] = time.monotonic):
@@ -117,8 +118,8 @@ class PeerServer:
         beyond_loopback: bool = False,
         limits: PeerLimits | None = None,
     ):
-        """`admits` tells whether a caller's key is accepted, `expects` whether the piece with a digest is on its way;
-        `arrived` returns a number that changes as downloads make progress. Port 0 takes any free port."""
+        """`admits` tells whether a caller's key is accepted, `expects` whether the piece with a given digest is on its
+        way; `arrived` returns a number that changes as downloads make progress. Port 0 takes any free port."""
         if not beyond_loopback and not is_loopback(host):
             raise UserError(
                 f"--peer-address {host}: keys and weights would cross the network in the clear; add --allow-plain "
@@ -158,8 +159,8 @@ class PeerServer:
         return peer_url(self.host, self.port)
 
     def notify(self) -> None:
-        """Wakes waiting requests, after something was added to the store or is no longer expected. Call it in the event
-        loop's thread."""
+        """Wakes waiting requests. Call it after a piece or manifest was added to the store, or a piece is no longer
+        expected. Call it in the event loop's thread."""
         self._arrivals.notify()
 
     def _connect(self) -> asyncio.BaseProtocol:

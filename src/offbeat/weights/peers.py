@@ -1,12 +1,12 @@
 """Fetches weights from peers: near peers are asked first, the root (the coordinator or its store) last.
 
 If a peer does not answer, is too slow, or lacks the piece, the next source continues from the bytes received so far. If
-several peers contributed to a wrong piece, it is fetched again from one of them alone, so that no honest peer is blamed
-for long. A peer that is still waiting for the piece itself is given time while it reports progress, but no more than a
-few pieces would take at the lowest accepted rate.
+several peers contributed to a piece with wrong bytes, it is fetched again from one of them alone. So no honest peer is
+blamed for long. A peer that is itself still receiving the piece is given time while it reports progress. The limit is
+the time that a few pieces take at the lowest accepted rate.
 
-Guarantees: `piece` and `manifest` deliver the verified content or raise the root's error; every wait has a deadline,
-except those of the root; a key is shown only to the peer that it is for.
+Guarantees: `piece` and `manifest` deliver the verified content or raise the root's error. Every wait for a peer has a
+deadline; the root has its own. A key is shown only to the peer that it is for.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ ROOT = ""
 WEIGHT = 0.3
 """Weight of the latest value in moving averages."""
 FAR_SLOWER = 0.25
-"""Share of the best source's rate below which a source is asked after the others, even if these cross slow links."""
+"""A source below this share of the best source's rate is asked after the others, even if these cross slow links."""
 FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
-"""Seconds for which a peer rests (is asked last) after a first failure, and at most after repeated failures."""
+"""Seconds for which a peer rests (is asked last): after its first failure, and at most after repeated failures."""
 DAMAGED_REST_S = 300.0
 """Seconds for which a peer is not asked at all after it sent wrong bytes."""
 FORGOTTEN_AFTER_S = 60.0
@@ -98,7 +98,8 @@ class Ranking:
         return [*sorted(ready, key=lambda url: url in slow), *last_resort]
 
     def least_bytes_per_s(self, url: str) -> float:
-        """Returns the lowest rate accepted from a source, given other sources' rates; slower transfers are ended."""
+        """Returns the lowest rate accepted from the source `url`, given other sources' rates; slower transfers are
+        ended."""
         now_s = self._clock()
         ready = [other for other, record in self._records.items() if record.rests_until_s <= now_s or other == ROOT]
         scores = [score for other in ready if other != url and (score := self.score(other)) is not None]
@@ -154,11 +155,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NUM_AT_ONCE = 2
-"""Most pieces in flight from the root. With one, the line would be idle between pieces; with more, each arrives later,
-and peers wait longer for it. Peers have no such limit: they are asked even for pieces that are still on their way to
-them."""
+"""Most pieces in flight from the root. With one, the line would be idle between pieces; with three, each arrives later,
+and other peers wait longer for it. There is no such limit for peers: they are asked even for pieces that they have yet
+to receive."""
 AGAIN_S = 0.05
-"""Pause between two calls for a piece that is on its way to a peer. Each call also waits at the peer."""
+"""Pause between two calls for a piece that a peer has not received yet. The peer also lets each call wait."""
 MAX_REASON_BYTES = 4096
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 MAX_REMEMBERED = 1000
@@ -176,7 +177,7 @@ class Patience:
     answer_within_s: float = 5.0
     """Longest silence of a peer after `poll_s`, or in the middle of an answer. Also the time limit to connect."""
     still_s: float = 6.0
-    """Longest time without progress that a peer may itself wait for the piece."""
+    """Longest time for which a peer that is itself receiving the piece may make no progress."""
     slow_after_s: float = 3.0
     """Time since the start of a transfer from which it can be broken off as too slow."""
 
@@ -331,8 +332,8 @@ class PeerSources:
         return sealed
 
     async def _piece(self, url: str, piece: PartialPiece) -> None:
-        """Downloads the rest of a piece from the source `url`. If the piece then proves wrong and others contributed to
-        it, downloads all of it from `url`; if none did, raises `PieceDamaged`."""
+        """Downloads the rest of a piece from the source `url`. If the piece then has the wrong digest, downloads all of
+        it from `url`, or raises `PieceDamaged` if no other source contributed to it."""
         while True:
             await self._fill(url, piece)
             if await in_thread(piece.is_right):
@@ -405,8 +406,8 @@ class PeerSources:
     async def _open(
         self, url: str, path: str, headers: dict[str, str] | None = None, num_bytes: int = 0
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Asks a peer until it has the content, and yields that answer. Raises `PeerFailed` if the peer refuses, or
-        does not get the content in time itself; `num_bytes` is the content's size."""
+        """Asks a peer until it has the content, of `num_bytes` bytes, and yields the answer that holds it. Raises
+        `PeerFailed` if the peer refuses, or does not get the content in time itself."""
         patience = self._patience
         waiting = _Waiting(
             self._clock,

@@ -100,10 +100,10 @@ class PieceStore(Protocol):
     def times(self) -> Times: ...
 
     def delete(self, pieces: Collection[str], manifests: Collection[Entry]) -> None:
-        """Deletes pieces, then manifests, so that an interrupted deletion can be repeated. Ignores missing ones."""
+        """Deletes pieces, then manifests, so that an interrupted deletion can be repeated. Ignores missing names."""
 
     def sweep(self, older_than_s: float) -> None:
-        """Removes unfinished files older than `older_than_s` seconds; their writers must be dead."""
+        """Removes unfinished files older than `older_than_s` seconds: long enough that their writers must be dead."""
 
 
 def open_store(location: str | Path) -> PieceStore:
@@ -316,7 +316,7 @@ CONNECT_WITHIN_S, SILENT_WITHIN_S = 10, 30
 WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "adl", "memory"}
 """Protocols whose folders are only prefixes of names: creating one could create a bucket instead."""
 PUT_AT = ("LastModified", "last_modified", "mtime", "updated", "created")
-"""Keys under which stores report when an object was put."""
+"""Names under which stores report when an object was put, in fsspec's information about it."""
 FULL = ("insufficientstorage", "insufficient storage", "storagefull", "quotaexceeded", "(507)")
 """Words in the error messages of a full store."""
 PAST_END = "the object is shorter"
@@ -335,7 +335,7 @@ class RemoteStore:
     Guarantees: a call ends by its deadline, with the result or with a `StoreError` that names the URL and the remedy.
     Temporary errors are retried a few times, with growing pauses. Nothing logged or raised here contains the
     credentials of the URL. A cloud store answers only when an object is whole and durable, so there is nothing to
-    flush. Every put is sent, even if the object exists: the new time tells `offbeat.weights.collect` that it is in use.
+    flush. Every put is sent, even if the object exists: its new time tells `offbeat.weights.collect` that it is in use.
     """
 
     def __init__(self, url: str, within_s: float = WITHIN_S):
@@ -345,7 +345,10 @@ class RemoteStore:
         try:
             self._files, root = fsspec.core.url_to_fs(url, **_options(fsspec, url))
         except (ImportError, ValueError, TypeError) as error:
-            raise UserError(f"{self.url}: cannot be used as a store: {self._describe(error)}") from None
+            raise UserError(
+                f"{self.url}: cannot be used as a store: {self._describe(error)}; correct the URL, or install fsspec's "
+                "package for its protocol"
+            ) from None
         except Exception as error:  # noqa: BLE001 - some connect at once, and every store has its own errors
             raise StoreError(f"{self.url}: cannot be opened: {self._describe(error)}; {_remedy(error)[0]}") from None
         self._root = root.rstrip("/")
@@ -468,8 +471,8 @@ class RemoteStore:
 
 
 def _within(limit_s: float, work: Callable[[], T]) -> T:
-    """Returns `work()`, or raises TimeoutError after `limit_s` seconds. Runs it in a thread, which is then abandoned,
-    because few stores have time limits themselves."""
+    """Returns `work()`, or raises TimeoutError after `limit_s` seconds. `work` runs in a thread, which is left behind
+    after a timeout, because few stores have time limits themselves."""
     answer: Future[T] = Future()
 
     def run() -> None:

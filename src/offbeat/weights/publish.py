@@ -5,10 +5,10 @@ parent's manifest names. Some versions are anchors (see `Anchoring`) with two ma
 join late, and one with only the changes, for workers that have the version before. Adapters are small and always whole;
 their base goes into the store once, under the number of the first adapter.
 
-Guarantees: pieces, whole file and manifest become durable in this order, before anything names them; then the caller
-writes the ledger's row. Weights with NaN or infinity are refused with an error that names the tensor. A process killed
-at any point leaves every earlier version unchanged, and repeating the call publishes the same. If two trainers publish
-the same number, their versions never mix: each has its own manifest, and the ledger decides.
+Guarantees: pieces, whole file and manifest become durable in this order; only then does the caller write the ledger's
+row that names the version. Weights with NaN or infinity are refused with an error that names the tensor. A process
+killed at any point leaves every earlier version unchanged, and a repeated call publishes the same version. If two
+trainers publish the same number, their versions never mix: each has its own manifest, and the ledger decides.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class PublishFigures:
     num_bytes: int
     """Size in bytes of all tensors before coding."""
     coded_bytes: Mapping[Coding, int]
-    """Coded bytes, by coding, that a receiver with the previous version has to fetch; empty without a store."""
+    """Coded bytes, by coding, that a receiver with the parent version has to fetch; empty without a store."""
     density: float | None
-    """Share of tensor elements that differ from the base; None without a base."""
+    """Share of tensor elements that differ from the parent version; None for a version that is coded in full."""
     encode_s: float
     """Seconds to compare, hash, code and write, which happen together."""
     flush_s: float
@@ -153,7 +153,7 @@ class Publisher(WeightFolder):
         return Version(number, step, parent, manifest.digest, self.path(number), name)
 
     def _adapter_base_of(self, adapter: Adapter, number: int, step: int, parent: int | None) -> Base:
-        """Returns the record of the adapters' base weights; if there is a store that lacks them, puts them there."""
+        """Returns the record of the adapters' base weights. If a store lacks these, puts them there."""
         if self.store is None or self.key is None:
             return Base(number, adapter.base)
         if self._adapter_base is None and parent is not None:
@@ -169,7 +169,7 @@ class Publisher(WeightFolder):
         return self._adapter_base
 
     def _base_of(self, parent: int | None) -> BaseFile | None:
-        """Returns version `parent`, opened as the next one's base; None if the next one must be coded in full."""
+        """Returns version `parent`, opened as the next version's base; None if the next version must be full."""
         if self.store is None or self.key is None or parent is None or not self._has_deltas:
             return None
         if self._base is None or self._base.manifest.number != parent:
@@ -191,7 +191,8 @@ class Publisher(WeightFolder):
     def _code(
         self, tensors: Mapping[str, Tensor], places: Mapping[str, Stored], base: BaseFile | None, file: BinaryIO | None
     ) -> Packing:
-        """Codes all tensors in one pass, writes them to `file` unless it is None, and stores the pieces."""
+        """Codes all tensors in one pass, writes them to `file` (None: nowhere), and puts pieces into the store, if
+        any."""
         packing, coder = Packing(), Coder(file, with_codes=self.store is not None)
         parts = cut(tensors, places, {} if base is None else base.like(places))
         with closing(in_parallel(coder.code, parts)) as coded:
@@ -209,7 +210,7 @@ class Publisher(WeightFolder):
         return PieceEntry(digest, len(piece))
 
     def _put_in_place(self, draft: Path, file: BinaryIO, final: Path) -> None:
-        """Makes the pieces and the whole file durable, then renames the draft folder to `final`."""
+        """Makes stored pieces and the whole file durable, then renames the draft folder to `final`."""
         os.fsync(file.fileno())
         if self.store is not None:
             self.store.sync()
@@ -227,8 +228,8 @@ class Publisher(WeightFolder):
     def _keep_as_base(
         self, manifest: Manifest, file: BinaryIO, places: Mapping[str, Stored], base: BaseFile | None
     ) -> None:
-        """Keeps the new version as the next one's base. `base` is the version that the new one was coded against; None
-        if the new one is full."""
+        """Keeps the new version (`manifest`, `file`, `places`) as the next version's base. `base` is the new version's
+        own base; None if the new version is full."""
         if self.store is None or not self._has_deltas:
             file.close()
             return
@@ -264,8 +265,8 @@ def _described(places: Mapping[str, Stored], packing: Packing, **fields: Any) ->
 class RemotePublisher(Publisher):
     """Publishes on the disk of a remote trainer, where the coordinator cannot delete old versions.
 
-    Keeps only the whole file of the newest version and, with `clears_store`, only the pieces of its chain. Everything
-    else has been sent already, or will be written again.
+    Keeps only the whole file of the newest version. With `clears_store`, also deletes, every few versions, stored
+    pieces that the newest version does not need. Everything deleted has been sent already, or will be written again.
     """
 
     def __init__(

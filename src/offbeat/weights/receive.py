@@ -1,8 +1,9 @@
 """Fetches published versions onto this machine, if possible as changes to a version that is already here.
 
-A version's bases are followed back to a version on this disk or to a full one. The pieces on the way are downloaded
-(`offbeat.weights.download`), and the new version is assembled beside the old ones (`offbeat.weights.assemble`). A
-version without a manifest, or whose pieces are gone, is downloaded as whole files, if there is a source of them.
+The version's base, the base's base and so on are looked up, back to a version on this disk or to a full one. The pieces
+of these versions are downloaded (`weights.download`), and the new version is assembled beside the old ones
+(`weights.assemble`). A version without a manifest, or whose pieces are gone, comes as whole files if `Receiver` has a
+`copy`.
 
 Guarantees: `fetch` returns a version that is bit by bit the published one, or raises an error that names it. A process
 killed at any moment leaves every earlier version whole, and the next process resumes from the bytes already here.
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 
 FOLDER = re.compile(r"\d{8,}-[0-9a-f]{16}")
 NUM_KEPT = 3
-"""Versions kept on disk: the one being served, the one before, which engines may still read, and one more."""
+"""Number of versions kept on disk: the one being served, the one before, which engines may still read, and one more."""
 COPY = "copy"
 """Key of `ReceiveFigures.num_bytes` for whole files; the other keys are kinds of manifests."""
 UNAVAILABLE = (PieceMissing, PieceDamaged, ManifestError, WeightsError)
@@ -69,7 +70,7 @@ class VersionCache:
         return [int(path.name.partition("-")[0]) for path in self.folder.glob("[0-9]*") if FOLDER.fullmatch(path.name)]
 
     def holds(self, path: Path, digest: str) -> bool:
-        """Returns whether `path` holds the version with this digest; deletes a damaged one."""
+        """Returns whether `path` holds the version with this digest; deletes the folder if its content is damaged."""
         if not path.exists():
             return False
         try:
@@ -162,7 +163,7 @@ class Receiver:
         self._lock = asyncio.Lock()
 
     async def fetch(self, version: Version) -> Version:
-        """Fetches a version unless it is here; returns its record, with the path of its verified files on this disk."""
+        """Fetches a version unless it is on this disk; returns its record, with the path of its verified files here."""
         async with self._lock:
             try:
                 path, base = await self._fetch(version)
@@ -182,8 +183,7 @@ class Receiver:
             await in_thread(self.cache.discard, self.cache.path_of(version.number, version.digest))
 
     async def _fetch(self, version: Version) -> tuple[Path, Path | None]:
-        """Fetches a version; returns its path and the path of its base. The base's path is given only for an adapter
-        whose base the engine lacks, else it is None."""
+        """Fetches a version; returns its path, and its base's path if it is an adapter whose base the engine lacks."""
         if not version.manifest:
             return await self._ensure(version.number, version.digest, None), None
         base = None
@@ -247,7 +247,7 @@ class Receiver:
 
     async def _chain(self, manifest: Manifest, *, may_use_local: bool) -> tuple[list[Manifest], Path | None]:
         """Returns the manifests to apply, in order, and the path of the local version that the first manifest builds
-        on. The path is None if the first manifest needs no base; without `may_use_local`, it never does."""
+        on. The path is None if the first manifest needs no base, which is always so without `may_use_local`."""
         oldest = min(await in_thread(self.cache.numbers), default=manifest.number) if may_use_local else None
         chain = [manifest]
         while chain[0].kind is Kind.DELTA and (base := chain[0].base) is not None:

@@ -2,11 +2,11 @@
 
 At every site one receiver, the head, fetches from the root (the coordinator, or its store). The others fetch from
 receivers of their own site; a receiver that feeds others is a relay. Guarantees: every receiver reaches the root. No
-relay feeds more than `fan_out` receivers while the site's relays have room for all; without room they are overloaded
-evenly, because crossing the slow link twice is worse. A new receiver moves others only to give its site a head or a
-much faster one, to relieve an overloaded relay, or to shorten a long path. A relay that leaves or falls silent is
-replaced by the receiver farthest from the root, so that few receivers move and the tree stays flat. A head is replaced
-by the receiver with the best rate from the root.
+relay feeds more than `fan_out` receivers while the site's relays have room for all. Without room they are overloaded
+evenly, because a second receiver on the slow link would be worse. Other receivers are moved for a new one only to give
+the site a head or a much faster head, to relieve an overloaded relay, or to shorten a long path. A relay that leaves or
+falls silent is replaced by the receiver farthest from the root, so that few receivers move and the tree stays flat. A
+head is replaced by the receiver with the best rate from the root.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOT = ""
 FAN_OUT = 2
 """Most receivers that a relay should feed. Links within a site are nearly always at least twice as fast as others."""
 MUCH_FASTER = 2.0
-"""A receiver replaces its site's head (which fetches from the root) if it is more than this many times as fast."""
+"""A receiver replaces its site's head if its rate from the root is more than this many times the head's."""
 WORTH_LEVELS = 2
 """Fewest levels of the tree that a move must save. Each level delays a receiver by about the time of one piece."""
 
@@ -37,7 +37,7 @@ class RelayNode:
 
 
 class RelayTree:
-    """Tree of which receiver (worker) fetches weights from which; the caller adds and removes receivers."""
+    """Records from which receiver (worker) each receiver fetches weights; the caller adds and removes receivers."""
 
     def __init__(self, fan_out: int = FAN_OUT):
         assert fan_out >= 1, fan_out
@@ -71,7 +71,7 @@ class RelayTree:
 
 
 class SiteTree:
-    """Tree over the receivers of one site. Only the head (one receiver that can serve others) fetches from the root. If
+    """Tree over the receivers of one site. Only the head, a receiver that can serve others, fetches from the root. If
     no receiver can serve, all fetch from the root."""
 
     def __init__(self, fan_out: int):
@@ -99,16 +99,15 @@ class SiteTree:
         return _Snapshot(self.parents, fan_outs)
 
     def _attach(self, name: str) -> None:
-        """Attaches a receiver and its subtree as near to the root as there is room."""
+        """Attaches a receiver, with the receivers below it, as near to the root as there is room."""
         self.parents.pop(name, None)
         tree = self._snapshot()  # without its subtree, which is unreachable now
         servers = [other for other in tree.depths if tree.fan_outs[other]]
         self.parents[name] = min(servers, key=lambda other: (tree.excess(other), *tree.nearness(other)), default=ROOT)
 
     def _step_down(self, name: str) -> None:
-        """Takes all children from a receiver. If it has any, it first swaps places with another receiver that can
-        serve. A head swaps with the receiver that has the best rate from the root, any other with the receiver farthest
-        from the root."""
+        """Gives all children of a receiver to others. If it has any, it first swaps places with a receiver that can
+        serve: a head with the one of the best rate from the root, others with the one farthest from the root."""
         tree = self._snapshot()
         others = [other for other in tree.depths if tree.fan_outs[other] and other != name]
         if not tree.children[name] or not others:
@@ -123,7 +122,7 @@ class SiteTree:
             self._attach(child)
 
     def _from_root(self, name: str) -> float:
-        """Returns a receiver's rate from the root in bytes per second; infinity if never measured."""
+        """Returns a receiver's rate from the root in bytes per second; infinity, in its favour, if not measured."""
         found = self.members[name].root_bytes_per_s
         return math.inf if found is None else found
 
@@ -162,7 +161,7 @@ class _Snapshot:
         for name, parent in parents.items():
             self.children[parent].append(name)
         self.depths: dict[str, int] = {}
-        """Levels from the root to each receiver that reaches it, nearest first."""
+        """Number of levels from the root to each receiver that reaches the root, nearest first."""
         waiting = deque((name, 1) for name in self.children[ROOT])
         while waiting:
             name, depth = waiting.popleft()
@@ -183,7 +182,7 @@ class _Snapshot:
         return sorted(found, key=self.nearness)
 
     def relief(self) -> tuple[str, str] | None:
-        """Returns a child of an overloaded relay and another relay that has room for it; None: no such move."""
+        """Returns a move as (child of an overloaded relay, relay with room for it); None if there is none."""
         crowded = [name for name in self.depths if len(self.children[name]) > self.fan_outs[name]]
         rooms = self.rooms()
         if not crowded or not rooms:
@@ -192,7 +191,7 @@ class _Snapshot:
         return next(child for child in children if not self.is_below(rooms[0], child)), rooms[0]  # one of at least two
 
     def shortcut(self) -> tuple[str, str] | None:
-        """Returns a receiver that is needlessly far from the root and a nearer relay with room; None: no such move."""
+        """Returns a move as (receiver needlessly far from the root, nearer relay with room); None if there is none."""
         rooms, leaves = self.rooms(), [name for name in self.depths if not self.children[name]]
         if not rooms or not leaves:
             return None

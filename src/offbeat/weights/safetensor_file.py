@@ -1,9 +1,9 @@
 """Layout of safetensors files, and parallel reads and writes of them.
 
-Guarantees: the layout does not depend on the order in which tensors are given; the format's own library can read the
-files. Every tensor is aligned (wide types come first) and the first one starts at a page boundary, so that files of one
-model can share blocks on disk and can be mapped directly. Reading trusts nothing: a tensor beyond the end of the file,
-or a missing header, raises ValueError.
+Guarantees: the layout does not depend on the order in which tensors are given; the safetensors library can read the
+files. Every tensor is aligned (wide types come first), and the first one starts at a page boundary. So files of one
+model can share blocks on disk and can be mapped into memory. Reading trusts nothing: a tensor beyond the end of the
+file, or a missing header, raises ValueError.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 MAX_HEADER_BYTES = 100_000_000
-"""Same limit as in the format's own library."""
+"""Size limit of a file's header, as in the safetensors library."""
 PAGE_BYTES = 4096
 METADATA = {"format": "pt"}
 """Metadata of every file; loaders require it."""
@@ -35,14 +35,14 @@ class Stored(NamedTuple):
     dtype: str
     shape: list[int]
     start: int
-    """Offset of the tensor's first byte in the file; `stop` is one past its last."""
+    """Offset of the tensor's first byte in the file; `stop` is the offset after its last byte."""
     stop: int
 
 
 def lay_out(
     tensors: Iterable[tuple[str, str, list[int], int]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, Stored]]:
-    """Returns a new file's header and tensors' places; `tensors` gives name, dtype, shape and size in bytes of each."""
+    """Returns a new file's header, and each tensor's place; `tensors` are (name, dtype, shape, size in bytes)."""
     end, entries = 0, {}
     for name, dtype, shape, num_bytes in sorted(tensors, key=lambda tensor: (-_alignment(*tensor[2:]), tensor[0])):
         entries[name] = Stored(dtype, shape, end, end + num_bytes)
@@ -163,7 +163,7 @@ Result = TypeVar("Result")
 
 
 def in_parallel(work: Callable[[Item], Result], items: Iterable[Item]) -> Generator[Result, None, None]:
-    """Yields the results of `work` on every item, in order; the first error is raised and ends the work.
+    """Applies `work` to every item in threads, and yields the results in order; raises the first error and stops.
 
     Threads help because numpy, zstd, blake3 and the file system release the interpreter lock. Few items are in progress
     at a time, so memory stays bounded. However the generator ends, no thread is left running.

@@ -3,7 +3,7 @@
 A sealed manifest is two lines: the canonical manifest, and the public key with its signature of the first line.
 
 Guarantees: `open_sealed` returns bytes that a trusted key has signed, or raises. A key file is readable only by its
-owner, and is either complete or missing; processes that create it at the same time end up with the same key.
+owner, and is either complete or missing; processes that create it at the same time get the same key.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SigningKey:
 
 
 def verify(public: str, data: bytes, signature: str) -> bool:
-    """Returns whether `signature` is a signature of `data` by the key `public`."""
+    """Returns whether `signature` is the key `public`'s signature of `data`; False if key or signature is malformed."""
     try:
         Ed25519PublicKey.from_public_bytes(bytes.fromhex(public)).verify(bytes.fromhex(signature), data)
     except (InvalidSignature, ValueError):  # ValueError: not a key or a signature at all

@@ -1,4 +1,4 @@
-"""Versions: their records, their folders on disk, adapters, and digests, which prove that two machines hold the same.
+"""Versions: records, folders on disk, adapters, and digests, by which two machines know that they hold equal weights.
 
 A tensor's digest is blake3 over the digests of its parts of at most 16 MiB, so that it can be computed in parallel. A
 version's digest is blake3 over the sorted names, dtypes, shapes and digests of its tensors. The digest is the same
@@ -39,7 +39,7 @@ class Version:
     manifest: str = ""
     """Digest of the version's manifest; "": it was published only as files."""
     base: Path | None = None
-    """Local path of the adapter's base weights; None if the engine already has them."""
+    """For an adapter whose base weights the engine lacks: local path of the base; else None."""
 
 
 FILE_NAME = "model.safetensors"
@@ -48,7 +48,7 @@ ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json
 
 
 def weights_file(folder: Path) -> Path:
-    """Returns the path of the tensors' file in a version's folder: an adapter's if there is one, else a model's."""
+    """Returns the path of the safetensors file in a version's folder: the adapter's if there is one, or the model's."""
     adapter = folder / ADAPTER_FILE
     return adapter if adapter.is_file() else folder / FILE_NAME
 
@@ -90,7 +90,7 @@ BASE = "offbeat_base"
 
 @dataclass(frozen=True)
 class Adapter:
-    """What all adapter versions of a run share: their base, which never changes, and their configuration.
+    """Data shared by all adapter versions of a run: their base, which never changes, and their configuration.
 
     A version's folder has the form that peft and vLLM read: a file of tensors and a configuration. The metadata of the
     tensors' file holds the digest of the base; the version's digest covers base, tensors and configuration.
@@ -157,7 +157,7 @@ DTYPES = {
 
 
 def bytes_digest(data: Any) -> str:
-    """Computes the digest of a tensor from its bytes, in any buffer."""
+    """Computes the digest of a tensor; `data` is a buffer of its bytes."""
     pieces = blake3()
     for start in range(0, max(len(data), 1), PIECE_BYTES):
         pieces.update(blake3(data[start : start + PIECE_BYTES]).digest())

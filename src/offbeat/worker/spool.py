@@ -37,7 +37,7 @@ DIGEST_BYTES = 32
 
 @dataclass(frozen=True)
 class Unsent:
-    """A trajectory, whole or partial, that is not acknowledged yet; `fence` is the number of its task's lease."""
+    """A trajectory, whole or partial, that is not acknowledged yet; `fence` is the fence of its task's lease."""
 
     trajectory: Trajectory
     fence: int
@@ -108,15 +108,14 @@ def _read(path: Path) -> Unsent:
 
 
 REFUSALS = (Fenced, Refused, Conflict, Forbidden, Unknown)
-"""Final refusals: the same submission would be refused again."""
+"""Errors with which the coordinator refuses a submission for good: the same submission would be refused again."""
 MAX_SENDS = 32
-"""Largest number of concurrent submissions with a spool: enough to fill the coordinator's commits, few enough not to
-delay heartbeats. Without a spool, in the coordinator's process, there is no limit: concurrent submissions share one
-commit."""
+"""Largest number of concurrent submissions with a spool: enough to share the coordinator's commits, few enough not to
+delay heartbeats. A worker without a spool runs in the coordinator's process, where no limit is needed."""
 
 
 class Outbox:
-    """Submits trajectories to the coordinator, each in an asyncio task of a task group, which passes errors on.
+    """Submits trajectories to the coordinator, each in its own asyncio task. The caller's task group passes errors on.
 
     With a spool, a trajectory is on disk before the first attempt to send it and until it is acknowledged or refused. A
     refused trajectory is logged and discarded; if its task is still leased to this worker, the task is failed. The
@@ -137,7 +136,7 @@ class Outbox:
         group.create_task(self._deliver(unsent))
 
     async def resend(self, group: asyncio.TaskGroup) -> None:
-        """Sends trajectories that an earlier process left in the spool; returns when all have been answered."""
+        """Sends what an earlier process left in the spool; returns when every trajectory is acknowledged or refused."""
         if self.spool is None:
             return
         left = await asyncio.to_thread(self.spool.left)
@@ -149,7 +148,8 @@ class Outbox:
         await self._changes.wait_for(lambda: not any(unsent.key in self.unsent for unsent in left))
 
     async def send_all(self) -> None:
-        """Sends all unsent trajectories after the worker's loops have ended; returns when all have been answered."""
+        """Sends all unsent trajectories once the worker's loops have ended; returns when each is acknowledged or
+        refused."""
         async with asyncio.TaskGroup() as group:
             for unsent in self.unsent.values():
                 group.create_task(self._send(unsent))

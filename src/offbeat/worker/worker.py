@@ -1,16 +1,17 @@
 """The rollout loop: lease tasks, generate with the engine, submit the trajectories.
 
-Concurrent loops lease tasks for the engine's free slots, renew leases and abort lost tasks, load newer versions during
-generation, stop unfinished tasks at the end of a round, and report step times. Guarantees:
+Concurrent loops lease tasks for the engine's free slots, renew leases, load newer versions during generation, stop
+unfinished tasks at the end of a round, and report decode step times. Guarantees:
 
-- A task that requires a version is sampled from that version alone: no other version is loaded while such a task runs,
-  nor between a lease call and the start of its tasks. All other tasks continue across a load, split into segments, or
-  are handed back as partials if the engine cannot split. A version lower than the current one is loaded only when no
-  task runs; with `finishes`, this holds for every version. No task begins during a load.
-- At the end of a round, tasks with new tokens are handed back as partials, and others untouched. Evaluation continues.
-- Trajectories are sent by the outbox; their leases are renewed until the coordinator has answered.
-- A task whose generation fails is reported as failed, with the reason; any other error ends the worker. Only `drain`,
-  not a cancellation, hands unfinished tasks back.
+- A task that requires a version is sampled from that version alone. No other version is loaded while such a task runs,
+  nor between a lease call and the start of the leased tasks. All other tasks continue across a load, split into
+  segments, or are handed back as partials if the engine cannot split. A version with a lower number than the current
+  one is loaded only while no task generates; with `finishes`, this holds for every version. No task begins during a
+  load.
+- At the end of a round, tasks with new tokens are handed back as partials, and others untouched. Evaluation goes on.
+- Trajectories are sent by the outbox; their leases are renewed until the coordinator has acknowledged or refused them.
+- A task whose generation fails is reported as failed, with the reason; any other error ends the worker. A worker that
+  drains hands unfinished tasks back; one that is cancelled does not.
 """
 
 from __future__ import annotations
@@ -53,19 +54,19 @@ log = logging.getLogger(__name__)
 LEASE_WAIT_S = 5.0
 """Longest wait of one lease call; short, so that an unreachable coordinator is noticed soon."""
 NEWER_WAIT_S = 20.0
-"""Longest wait of one call for a newer version."""
+"""Longest wait of one call to the coordinator for a newer version."""
 FIRST_TTL_S = 30.0
-"""Lease time assumed before the first lease, for example while spooled trajectories are sent at the start."""
+"""Lease duration assumed before the first lease, for example while spooled trajectories are sent at the start."""
 TIMING_S, NUM_TIMINGS = 0.1, 10
-"""Interval between samples of the engine's metrics during rounds, and samples per report to the coordinator."""
+"""Seconds between samples of the engine's metrics during rounds, and samples per report to the coordinator."""
 OVER_WAIT_S = 20.0
-"""Longest wait of one call for the end of a round."""
+"""Longest wait of one call to the coordinator for the end of a round."""
 BEATS_PER_TTL = 3
-"""Heartbeats per lease time; several, so that one lost heartbeat does not cost a lease."""
+"""Heartbeats per lease duration; several, so that one lost heartbeat does not cost a lease."""
 LOAD_WITHIN_S = 60.0
 """Longest time that an unfinished load may delay the end of the worker; only a hung device takes longer."""
 VERSION_WITHIN_S = 60.0
-"""Longest time that an unfinished answer waits for a version as new as its last tokens, before it is handed back."""
+"""Longest time that an unfinished answer waits for a version as new as its last tokens'; then it is handed back."""
 DRAIN_WITHIN_S = 60.0
 """Longest time that a leaving worker takes to hand back its tasks and have its last trajectories acknowledged."""
 
@@ -89,19 +90,20 @@ class Worker:
         kv_lag: int = 0,
         finishes: bool = False,
     ):
-        """`kv` and `kv_lag` are set in every engine request: which cached keys and values it may use, and by how many
-        versions these may lag. With `finishes`, running tasks end before weights are loaded."""
+        """`kv` and `kv_lag` are set in every engine request: which keys and values it may use, and how many versions
+        old these may be. With `finishes`, running tasks end before weights are loaded."""
         self.name, self.engine, self.client = name, engine, client
         self._kv, self._kv_lag, self._finishes = kv, kv_lag, finishes
         self.running: dict[tuple[int, int], ActiveTask] = {}
-        """Running tasks by task and fence: a lost task may return with a new fence before its loss is reported."""
+        """Running tasks by task id and fence. If a lease was lost, the same task may be leased again, with a new fence,
+        before this worker learns of the loss."""
         self._fences: dict[int, int] = {}
         """Fence with which each running task was last begun."""
         self._changes = Notifier()
         self._outbox = Outbox(name, client, spool, self._changes)
         self._versions, self._rounds = VersionFetcher(name, client), TaskRounds(client, self._changes)
         self._switch = asyncio.Lock()
-        """Held from a lease call to the start of its tasks, and during a load."""
+        """Lock, held from a lease call until its tasks have started, and during a load."""
         self._is_reloading = False
         self._ttl_s = FIRST_TTL_S
         self._draining, self._over = asyncio.Event(), asyncio.Event()
@@ -110,7 +112,7 @@ class Worker:
         self.num_answers = self.num_tokens = 0
         """Answers that were finished here, and tokens that were sampled here."""
         self.why_idle = ""
-        """Why there was no task at the latest lease call, as the coordinator says; "": it said nothing."""
+        """The coordinator's reason for giving no task at the latest lease call; "": it gave none."""
 
     @property
     def has_unsent(self) -> bool:
@@ -202,7 +204,7 @@ class Worker:
                 raise RunOver(f"worker {self.name}: the run is over")
 
     def _num_free(self) -> int:
-        """Returns how many tasks can begin now: free slots, or 0 if more trajectories than slots wait to be sent."""
+        """Returns how many tasks can begin now: one per free slot, but 0 if more trajectories than slots are unsent."""
         num_slots = self.engine.capabilities.num_slots
         return max(0, num_slots - len(self.running)) if len(self._outbox) <= num_slots else 0
 
@@ -224,8 +226,8 @@ class Worker:
         await self._give_back(late)
 
     async def _start(self, running: ActiveTask, group: asyncio.TaskGroup) -> bool:
-        """Starts a task, after aborting it if it still runs under an earlier lease. Returns False, without starting it,
-        if its round is over."""
+        """Starts a task; first aborts it if it still runs under an earlier lease. Returns False, without a start, if
+        the task's round is over."""
         task = running.task
         before = self.running.get((task.id, self._fences.get(task.id, 0)))
         if before is not None:
@@ -251,7 +253,7 @@ class Worker:
             await self._give_back([running.key for running in stopped if running.is_untouched])
 
     async def _report_timings(self) -> None:
-        """During rounds, reports step times to the coordinator, which derives the over-provision factor from them."""
+        """During rounds, reports decode step times, from which the coordinator derives the over-provision factor."""
         timings = Timings(self.engine)
         while True:
             await self._changes.wait_for(lambda: self._rounds.is_under_way and self.running)
@@ -388,8 +390,8 @@ class Worker:
         return True
 
     async def _may_begin(self, running: ActiveTask) -> bool:
-        """Waits until the engine can continue the task, with a new enough version and no load under way, or until the
-        task is aborted. Returns False if no such version comes in time."""
+        """Waits until the engine has a version that may continue the task and no load is under way, or until the task
+        is aborted. Returns False if no such version is loaded in time."""
         least = running.least_version
 
         def is_ready() -> bool:
@@ -421,13 +423,13 @@ class AbortReason(StrEnum):
     """Why a running task was aborted."""
 
     LOST = "lost"
-    """The worker lost the lease: discard the task."""
+    """The worker lost the lease: it discards the task's new tokens."""
     RELOAD = "reload"
-    """The engine loads weights and cannot split an answer: hand back new tokens; start again if there are none."""
+    """The engine loads weights and cannot split an answer: new tokens are handed back; else the task restarts."""
     LEAVE = "leave"
-    """The worker leaves: hand back new tokens; if there are none, leaving releases the lease."""
+    """The worker leaves: new tokens are handed back. The coordinator frees the lease of a task without any."""
     STOP = "stop"
-    """The round is over: hand back new tokens; if there are none, give the task back untouched."""
+    """The round is over: new tokens are handed back. A task without any is given back untouched."""
 
 
 @dataclass(eq=False)
@@ -456,7 +458,7 @@ class ActiveTask:
 
     @property
     def least_version(self) -> int:
-        """Number of the oldest version that may continue the trajectory."""
+        """Oldest version that may continue the trajectory: that of its last tokens, minus `max_version_drop`."""
         sampled = [segment.version for segment in self.trajectory.segments if segment.version is not None]
         return max(0, sampled[-1] - self.trajectory.max_version_drop) if sampled else 0
 
@@ -502,9 +504,9 @@ def append(trajectory: Trajectory, generation: Generation) -> bool:
 
 
 class TaskRounds:
-    """Tracks one worker's rounds (round: generation for one step), numbered by the version that began them. A task of a
-    finished round must not begin, however late its lease arrives. In a run without rounds, it never asks the
-    coordinator."""
+    """Tracks the rounds (phases of generation for one batch) of one worker; a round's number is that of the version
+    that began it. A task of a finished round must not begin, however late its lease arrives. In a run without rounds,
+    the coordinator is never asked."""
 
     def __init__(self, client: WorkerClient, changes: Notifier):
         self._client, self._changes = client, changes
@@ -540,7 +542,7 @@ class TaskRounds:
 class Timings:
     """Measures an engine's work in successive intervals, for `rules.step_time`, as differences of its metrics.
 
-    An interval without a step is added to the next one. There are timings only if the engine reports steps, rows
+    An interval without a decode step is added to the next one. There are timings only if the engine reports steps, rows
     (running answers), context tokens and busy seconds. If it does not report prefilled tokens, prefill time counts as
     step time.
     """
@@ -549,7 +551,7 @@ class Timings:
         self._engine, self._before = engine, engine.metrics
 
     def take(self) -> Timing | None:
-        """Returns the engine's work since the last timing; None if no step was taken or a needed metric is missing."""
+        """Returns the engine's work since the last timing; None without a decode step or a needed metric."""
         now = self._engine.metrics
         timing = timing_between(self._before, now)
         if timing is not None:
@@ -558,7 +560,7 @@ class Timings:
 
 
 def timing_between(before: EngineMetrics, after: EngineMetrics) -> Timing | None:
-    """Returns the engine's work between two readings; None if no step was taken or a needed metric is missing."""
+    """Returns the engine's work between two readings; None without a decode step, or if a needed metric is missing."""
     num_steps = _difference(before.num_steps, after.num_steps)
     num_rows = _difference(before.num_rows, after.num_rows)
     num_context_tokens = _difference(before.num_context_tokens, after.num_context_tokens)
@@ -576,15 +578,15 @@ def _difference(before: int | None, after: int | None) -> int | None:
 
 
 MAX_FAILURES = 4
-"""Failures to fetch or load one version that are tolerated if a newer version exists. Each of the two callers may fail
+"""Failures to fetch or load one version that are tolerated if a newer version exists. Two loops call, and each may fail
 once before the newer version is published, and once more before it learns of that version."""
 
 
 class VersionFetcher:
     """Fetches and verifies versions during generation, before the engine loads them.
 
-    The refresh loop and the lease loop may ask for the same version, which is fetched once. Old versions are deleted,
-    so a failed fetch is an error only if no newer version exists, or after more than `MAX_FAILURES` failures.
+    The refresh loop and the lease loop may ask for the same version, which is fetched once. The coordinator deletes old
+    versions. So a failed fetch is an error only if no newer version exists, or after more than `MAX_FAILURES` failures.
     """
 
     def __init__(self, worker: str, client: WorkerClient):
@@ -636,7 +638,7 @@ class WorkerMetrics:
         self._sums: dict[str, float] = defaultdict(float)
 
     def follow(self, engine: Engine) -> None:
-        """Counts from now on the seconds for which loads stop `engine`; those of the previous engine stay counted."""
+        """From now on, counts the seconds for which loads stop `engine`; those of the previous engine stay counted."""
         self._sums["still_s"] = self._still_s
         self._engine = engine
 

@@ -1,8 +1,8 @@
 """KV slots, and attention over the slots as a function that transformers calls by name.
 
-Transformers makes no mask for a custom attention function, so there is one only if the engine supplies it. Without a
-mask, the pass is a prefill: rows are whole prompts padded on the right, and causality hides the padding. With a mask (0
-or -inf), the pass is a decode step: each row is one token that attends to its slot.
+Transformers makes no mask for a custom attention function, so attention gets a mask only if the engine supplies it.
+Without a mask, the pass is a prefill: rows are whole prompts padded on the right, and causality hides the padding. With
+a mask (0 or -inf), the pass is a decode step: each row is one token that attends to its slot.
 
 In a decode step the last rows may read a shorter context than the first rows (`short_context`). The two parts then
 attend separately, each with its own mask. Query heads that share a KV head are folded into one dimension, so K and V
@@ -33,8 +33,9 @@ _short_mask: ContextVar[Tensor | None] = ContextVar("short_context", default=Non
 def short_context(mask: Tensor | None) -> Iterator[None]:
     """Tells attention, within the `with` block, that the last rows of a decode step need only a shorter context.
 
-    A `mask` of shape (n, 1, 1, c) is for the last n rows, which need only the first c tokens of their slots. If it is
-    None, all rows read the same context. It is kept in a context variable, because a model passes only one mask on.
+    A `mask` of shape (n, 1, 1, c) is for the last n rows, which need only the first c tokens of their slots. If `mask`
+    is None, all rows read the same context. The mask travels in a context variable, because a model passes only one
+    mask on to its attention.
     """
     token = _short_mask.set(mask)
     try:

@@ -1,9 +1,9 @@
 """Forward pass of a decode step: the model itself, or a recording that replays its kernels without Python.
 
 With a small model or few rows, most of a step's time is spent in Python. A recording is two to three times as fast and
-gives the same bits. It is used only on a CPU, and only under two conditions: while traced, the model's code did not
-branch on values or sizes (torch warns of that), and the recording agrees with the model on inputs of other sizes. A
-recording reads weights and KV in place, so both may change.
+gives the same bits. It is used only on a CPU, and only under two conditions. While traced, the model's code did not
+branch on values or sizes (torch warns of such branches). And the recording gives the same bits as the model on inputs
+of other sizes. A recording reads weights and KV in place, so both may change.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ class RecordedStep:
 
 
 def recorded(forward: DecodeForward, inputs: Sequence[tuple[Tensor, ...]]) -> Forward:
-    """Records `forward` with the first of `inputs`, and compares the results of both on all of them. Returns the
-    recording, or `forward` itself if it cannot be recorded or the results differ."""
+    """Records `forward` with the first of `inputs`, and compares the recording's logits with those of `forward` on all
+    `inputs`. Returns the recording, or else `forward` if it is not on a CPU, cannot be recorded, or gives other
+    logits."""
     if inputs[0][0].device.type != "cpu":
         return forward
     with _recording, warnings.catch_warnings(record=True) as caught:
@@ -111,9 +112,9 @@ def _warn(why: str) -> None:
 
 
 def recorded_in_parts(model: PreTrainedModel, inputs: Sequence[tuple[Tensor, ...]]) -> Forward:
-    """Returns a recording of a decode step whose last rows read a shorter context. For tracing, uses those of `inputs`
-    that have several rows, and lets the last row read half the context. Returns the step itself, unrecorded, if none of
-    `inputs` has several rows or if recording fails."""
+    """Returns a recording of a decode step whose last rows read a shorter context. Traces it with the entries of
+    `inputs` that have several rows; there, the last row reads half the context. Returns the step itself, unrecorded, if
+    none of `inputs` has several rows or if recording fails."""
     forward = DecodeForward(model, num_parts=2)
     # Recording writes keys and values, so it gets copies of the slots.
     halved = [

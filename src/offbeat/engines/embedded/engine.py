@@ -1,7 +1,8 @@
 """The embedded engine: any transformers causal LM, in this process, behind the engine protocol.
 
-A separate thread takes the steps (see `stepper`) and, between two steps, runs the calls made meanwhile, in order. An
-unexpected error in the thread fails every request with an `EngineDied`, so no caller waits forever.
+A separate thread takes the decode steps (see `stepper`). Between two steps it carries out, in order, the calls that
+other threads have made meanwhile. An unexpected error in the thread fails every request with an `EngineDied`, so no
+caller waits forever.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ class EmbeddedEngine:
             raise EngineError(f"engine {self.worker}: its thread is still busy {CLOSE_WITHIN_S:.0f} s after close")
 
     async def _do(self, action: Callable[[], None]) -> None:
-        """Runs an action in the engine's thread, between two steps, and waits until it is done."""
+        """Runs an action in the engine's thread, between two decode steps, and waits until it is done."""
         answer: Answer = asyncio.get_running_loop().create_future()
         with self._wake:
             self._post(action, answer)
@@ -163,7 +164,7 @@ class EmbeddedEngine:
         self._wake.notify()
 
     def _check(self, request: Request) -> None:
-        """Raises an `EngineError` if a request cannot run, so that it never reaches the batch."""
+        """Raises an `EngineError` if a request cannot run, so that it cannot disturb other requests."""
         sampling, problem = request.sampling, problem_of(request, self.version, self.capabilities)
         if not problem:
             first, last = int(request.tokens.min()), int(request.tokens.max())

@@ -1,8 +1,8 @@
 """Prefill: computes the keys and values of token sequences in slots, batching sequences of similar length.
 
 If a live slot already begins with the same sequence, its keys and values are copied, except for a request with
-`KvMode.REFILL`. With `exact`, sequences are computed one at a time, padded to a multiple of `MIN_EXACT_ROWS`, so that
-the result for one sequence does not depend on the others.
+`KvMode.REFILL`. With `exact`, sequences are computed one at a time, padded to a multiple of `MIN_EXACT_ROWS`. So the
+result for one sequence does not depend on the others.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from offbeat.engines.protocol import EngineMetrics
 
 
 class CachedPrompts:
-    """Finds live slots by the token sequence that they were prefilled with, so that equal prompts are computed once.
-    The prefilled tokens of a live slot never change."""
+    """Finds live slots (slots of running requests) by the tokens that they were prefilled with, so that equal prompts
+    are computed once. The prefilled tokens of a live slot never change."""
 
     def __init__(self) -> None:
         self._slots: dict[bytes, list[int]] = {}
@@ -81,7 +81,8 @@ class Wanted:
 
 
 class Prefill:
-    """Fills slots with keys and values. Calls `use_threads` with the number of tokens before each forward pass."""
+    """Fills slots with keys and values. Before each forward pass it calls `use_threads` with the pass's number of
+    tokens, so that the caller can choose the number of threads."""
 
     def __init__(
         self,

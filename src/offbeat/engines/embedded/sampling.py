@@ -1,8 +1,8 @@
-"""Draws one token per row from a matrix of logits, without any stored random state.
+"""Draws one token for each row (running request) from a matrix of logits, without any stored random state.
 
 The noise of a token is a hash of its request's seed and its response position. So a resumed request draws the same
-tokens as without the interruption and never repeats the noise of its prefix, and rows do not depend on each other. The
-hash uses only integer arithmetic, so it is the same on every device.
+tokens as without the interruption, and never repeats the noise of its prefix. The noise of a row does not depend on
+other rows. The hash uses only integer arithmetic, so it is the same on every device.
 
 Log-probs are those of the model's whole distribution after temperature, even if top-p, top-k or min-p restrict the
 draw. Greedy rows (temperature 0) report the log-prob at temperature 1.

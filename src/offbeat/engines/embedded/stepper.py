@@ -1,12 +1,13 @@
-"""Continuous batching over KV slots: assigns requests to slots, and runs one decode step for all of them.
+"""Continuous batching: assigns requests to slots of preallocated keys and values, and decodes all of them in one step.
 
 There are no threads and no asyncio here. The state of the slots is held in tensors (`SlotRows`); Python handles a
 request only when it starts or ends and when weights change.
 
-- The live slots, which hold running requests, come first, so a step computes only live rows. Much longer rows come
-  first among them, so that only these read a long context (`rules.padding_split`).
+- Without `exact`, the live slots, which hold running requests, come first, so that a step computes no other rows. On a
+  CPU, rows that are much longer come first among the live ones, so that only these read a long context
+  (`rules.padding_split`).
 - All known tokens of a request but the last are prefilled; the first decode step feeds the last one. A request that is
-  resumed in time continues from the keys and values that it left in its slot (`cached_prefixes`).
+  resumed before its old slot is overwritten continues from the keys and values there (`cached_prefixes`).
 - With `exact` and a fixed number of threads and slots, a token depends on weights, prompt and seed alone, to the bit.
   For that, every step runs all slots, and prompts are prefilled one at a time. The response of a resumed request is fed
   token by token, in the same shapes in which it was sampled.
@@ -48,7 +49,7 @@ from offbeat.trajectory import Sampling, Segment
 READ_BUCKET_TOKENS = 16
 """Multiple to which the number of context tokens read is rounded up; keeps vector registers full and shapes stable."""
 SMALL_STEP_FLOPS = 1e9
-"""Number of operations below which a forward pass runs on one thread; several would mostly wait for one another."""
+"""Number of operations below which a forward pass runs on one thread (without `exact`); more threads would wait."""
 
 
 class Stepper:
@@ -276,7 +277,8 @@ class Stepper:
         return prefix
 
     def _choose_slots(self, prefixes: Sequence[CachedPrefix | None]) -> list[int]:
-        """Takes a free slot for each request: that of its cached prefix or, if None, the next in eviction order."""
+        """Takes a free slot for each request and returns these slots. `prefixes` holds each request's cached prefix,
+        whose slot it then gets. A request with None instead gets the next free slot in eviction order."""
         own = {prefix.slot for prefix in prefixes if prefix is not None}
         others = iter(self.cached.eviction_order(slot for slot in self.free if slot not in own))
         slots = [next(others) if prefix is None else prefix.slot for prefix in prefixes]
@@ -290,12 +292,12 @@ class Stepper:
         return self.num_steps + self.running[slot].step_offset
 
     def _num_tokens(self, slot: int) -> int:
-        """Number of tokens in a live slot so far: the request's own and those sampled since."""
+        """Number of tokens in a live slot so far: those that the request brought, and those sampled since."""
         running = self.running[slot]
         return max(running.num_known, self._num_kept(slot) + 1)
 
     def _compact(self) -> None:
-        """Moves the last live slots into the gaps before them."""
+        """Moves the last live slots into free slots before them, so that all live slots come first."""
         num_live = len(self.running)
         sources = [slot for slot in self.running if slot >= num_live]
         if not sources:
@@ -309,7 +311,7 @@ class Stepper:
         self.free = list(range(num_live, self.num_slots))
 
     def _put_long_rows_first(self) -> None:
-        """Moves long rows to the first slots if steps then read less context; called after requests have started."""
+        """On a CPU, moves long rows to the first slots if steps then read less context; called after requests start."""
         self._has_started = False
         num_rows = len(self.running)
         self.num_long = num_rows
@@ -361,7 +363,7 @@ class Stepper:
         return generations
 
     def _cache(self, slot: int, tokens: np.ndarray) -> None:
-        """Lists an aborted slot's keys and values as cached, so that the request can resume from them."""
+        """Lists the keys and values of an aborted request as cached, so that the request can resume from them."""
         running = self.running[slot]
         request, num_kept, num_prompt = running.request, self._num_kept(slot), running.num_prompt
         if request.kv is KvMode.REFILL or num_kept < num_prompt or not self.usage.has_slots:
@@ -407,7 +409,7 @@ class SlotState:
 
     request: Request
     num_known: int
-    """Number of tokens known when the slot was last filled."""
+    """Number of tokens, prompt included, that were known when the slot was last filled."""
     step_offset: int
     """Index of the token that a step feeds, minus the number of the step: constant, because both grow by 1 per step."""
     open_start: int
@@ -415,7 +417,7 @@ class SlotState:
     kv_version: int
     """Number of the oldest version of the weights that computed any of the slot's keys and values."""
     spans: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """Finished segments as (start, end, version, KV version); start and end are indices into prompt + response."""
+    """Finished segments as (start, end, version, `kv_version`); start and end are indices into prompt + response."""
 
     @property
     def num_prompt(self) -> int:
@@ -450,8 +452,8 @@ class SlotState:
 
 
 POSITION, LIMIT, PROMPT, KNOWN, ALIVE, KEY, TOP_K = range(7)
-"""Columns of `SlotRows.ints`: index of the token that the next step feeds, length at which to end, prompt length,
-number of known tokens, 1 for live rows and 0 for dead ones, noise key, top-k."""
+"""Columns of `SlotRows.ints`: index of the token that the next step feeds, number of tokens at which the request ends,
+prompt length, number of known tokens. Then: 1 for a live row and 0 for a dead one, noise key, top-k."""
 TEMPERATURE, TOP_P, MIN_P = range(3)
 """Columns of `SlotRows.floats`."""
 NEVER = 2**62

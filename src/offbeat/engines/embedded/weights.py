@@ -81,7 +81,8 @@ def swap(staged: Staged) -> None:
 
 
 def _read(state: Mapping[str, Tensor], version: Version, folder: Path) -> list[tuple[Tensor, Tensor]]:
-    """Returns pairs of a tensor of `state` and its replacement from the folder's safetensors files."""
+    """Returns pairs of a tensor of `state` and its replacement, read from the safetensors files in `folder`. Raises an
+    `EngineError` if names, shapes or dtypes do not fit."""
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise EngineError(f"version {version.number}: there is no *.safetensors file in {folder}")

@@ -60,7 +60,8 @@ async def probe_interpreter(
 ) -> EngineMachine:
     """Runs the engine's interpreter, with the variables in `environment`, to count its GPUs. Raises a `UserError` if it
     cannot run or lacks the engine's package. Without `counts_gpus`, reports 0 GPUs and saves the import of torch.
-    `share_of` returns the share of a GPU's memory, given its bytes; without it, the GPU is the server's alone."""
+    `share_of` takes the bytes of a GPU's memory and returns the share of it that the server may take. If it is None,
+    engine.memory_share decides, on the assumption that nothing else uses the GPU."""
     engine, python = config.rollout.engine, sys.executable
     if config.engine.python:
         python = str(Path(config.engine.python).expanduser())
@@ -123,7 +124,7 @@ def environment(config: Config, ours: Mapping[str, str]) -> dict[str, str]:
 
 
 def suited(environment: Mapping[str, str], machine: EngineMachine) -> dict[str, str]:
-    """Returns `environment`; on a machine without a GPU, PYTHONPATH also gets the folder of vLLM's repairs for CPUs."""
+    """Returns `environment`; without a GPU, its PYTHONPATH also gets the folder of workarounds for vLLM on CPUs."""
     if machine.num_gpus:
         return dict(environment)
     return {**environment, "PYTHONPATH": os.pathsep.join((environment["PYTHONPATH"], str(ON_CPU_FOLDER)))}
@@ -136,14 +137,15 @@ def _devices(first: int, count: int, ours: Mapping[str, str]) -> str:
     numbers = range(first, first + count)
     if seen and numbers[-1] >= len(seen):
         raise UserError(
-            f'model.device = "cuda:{first}": CUDA_VISIBLE_DEVICES = {",".join(seen)} has no GPU {numbers[-1]}'
+            f'model.device = "cuda:{first}": CUDA_VISIBLE_DEVICES = {",".join(seen)} has no GPU {numbers[-1]}; list '
+            "it there, or use fewer GPUs"
         )
     return ",".join(seen[number] if seen else str(number) for number in numbers)
 
 
 def uses_ipc(config: Config, machine: EngineMachine, *, sees_gpu: bool) -> bool:
     """Whether the server gets weights through GPU memory instead of files. Raises a `UserError` if the configuration
-    asks for that where it is impossible. `sees_gpu` says whether this process can use a GPU."""
+    demands it (engine.weights = "ipc") where it is impossible. `sees_gpu` says whether this process can use a GPU."""
     wanted = config.engine.weights
     why = {
         f'rollout.engine = "{config.rollout.engine}" takes files': config.rollout.engine != "vllm",

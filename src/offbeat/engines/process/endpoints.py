@@ -31,7 +31,7 @@ CHECK_WITHIN_S = 5.0
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Address and credentials of one start of a server."""
+    """Address and credentials for one start of a server; every start gets new ones."""
 
     url: str
     words: Sequence[str]

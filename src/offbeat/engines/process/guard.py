@@ -25,9 +25,9 @@ import time
 from typing import BinaryIO
 
 GRACE_S = 10.0
-"""Time for a server to end after SIGTERM."""
+"""Seconds that a server has to end after SIGTERM."""
 VANISH_WITHIN_S = 5.0
-"""Time for killed processes to disappear: it takes a moment to free a GPU's memory."""
+"""Seconds that killed processes have to disappear: it takes a moment to free a GPU's memory."""
 POLL_EVERY_S = 0.1
 CANNOT_START = 127
 
@@ -64,7 +64,7 @@ def _guard(lock: str, command: list[str]) -> int:
 
 
 def _has_lock(held: BinaryIO) -> bool:
-    """Waits for the lock, which is held until the previous server is gone; returns False if the worker ends first."""
+    """Waits for the lock, held until the worker's previous server is gone; returns False if the worker ends first."""
     while True:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -48,7 +48,8 @@ class ServerEngines:
         share_of: Callable[[int], float] | None = None,
     ):
         """`name` is the worker's name, and `folder` belongs to this worker alone. The server's output goes to `log`;
-        None: to a file in `folder`. `share_of`: see `commands.probe_interpreter`."""
+        None: to a file in `folder`. `share_of` takes the bytes of a GPU's memory and returns the share that the server
+        may take."""
         self.config, self.name, self.url = config, name, config.engine.url or ""
         self._folder, self._log_file, self._share_of = folder, log or folder / LOG, share_of
         self._server: EngineServer | None = None
@@ -75,7 +76,8 @@ class ServerEngines:
             return engine
 
     async def wait_exited(self) -> EngineDied:
-        """Waits until the worker's own server has ended, and returns the reason; never returns for a user's server."""
+        """Waits until the worker's own server has ended, and returns an error that says why. Never returns for a server
+        that the user runs (engine.url)."""
         if self._server is None:
             await asyncio.Event().wait()
         assert self._server is not None
@@ -118,7 +120,9 @@ class ServerEngines:
     async def _pause(self, error: EngineError, status: int) -> None:
         verdict, pause_s = self._restarts.ended(status)
         if verdict is RestartVerdict.GIVE_UP:
-            raise UserError(f"the engine died too often and is not restarted: {error}") from error
+            raise UserError(
+                f"the engine died too often and is not restarted: {error}; mend the cause, then start the worker again"
+            ) from error
         await asyncio.sleep(pause_s)
 
     async def _make_server(self) -> EngineServer:

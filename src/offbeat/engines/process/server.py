@@ -1,6 +1,6 @@
 """Starts and stops the process of an engine's server on this machine.
 
-The server's endpoint is closed to other users (`endpoints`). When the worker ends, a guard ends the server (`guard`).
+Other users of the machine cannot call the server (`endpoints`). When the worker ends, `guard` ends the server.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class ServerEnded(EngineError):
     def __init__(self, message: str, status: int):
         super().__init__(message)
         self.status = status
-        """Exit status, or the negative number of the signal that killed the process. Never 0: an end that was not asked
-        for is a failure."""
+        """Exit status, or the negative number of the signal that killed the process. Never 0, because a server that
+        ends without being asked has failed."""
 
 
 class EngineServer:
@@ -58,8 +58,9 @@ class EngineServer:
         start_within_s: float,
     ):
         """`name` appears in errors. Each start makes a new endpoint and passes the endpoint's options to `command`,
-        which returns the command line. The server starts once an earlier server is gone and has freed the file `lock`.
-        Its output is appended to `log`. If it does not answer in `start_within_s`, it is stopped."""
+        which returns the command line. The server starts once an earlier server is gone and its guard has released the
+        lock on the file `lock`. Its output is appended to `log`. A server that does not answer within `start_within_s`
+        seconds is stopped."""
         self.name, self.log, self.start_within_s = name, log, start_within_s
         self._command, self._environment, self._lock = command, dict(environment), lock
         self._new_endpoint = new_endpoint
@@ -126,7 +127,7 @@ class EngineServer:
         return self._ended.result() if self._ended is not None and self._ended.done() else None
 
     async def ended(self) -> ServerEnded:
-        """Waits for the process to end; returns, but does not raise, the error that says why."""
+        """Waits for the process to end and returns (does not raise) an error that says why it ended."""
         assert self._ended is not None
         status = await asyncio.shield(self._ended)
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"

@@ -1,12 +1,13 @@
-"""SGLang's HTTP API as a `Dialect`, for release 0.5.23 and for older releases, which report no spans.
+"""SGLang's HTTP API as a `Dialect`, for release 0.5.23 and for older releases, which report no spans (which weights
+sampled which tokens).
 
-What works depends on the server's options. Log-probs are over the whole vocabulary, even with top-p, top-k or min-p.
+Log-probs are over the whole vocabulary, even with top-p, top-k or min-p. Several options of the server matter:
 
 - `--enable-deterministic-inference`: without it, seeds have no effect.
 - `--incremental-streaming-output`: without it, each event repeats the whole answer so far.
 - `--skip-tokenizer-init`: turns off text, which is never read here.
 - `--disable-overlap-schedule`, for `KvMode.STALE`: without it, a pause leaves one token of each request sampled but not
-  yet counted, and after a load that token would be attributed to the new weights.
+  yet counted. After a load that token would be attributed to the new weights.
 - `SGLANG_RETURN_ORIGINAL_LOGPROB` must not be set in the environment: with it, log-probs are those before temperature.
 """
 
@@ -29,7 +30,7 @@ from offbeat.weights.version import Version
 
 LAUNCHER = "offbeat_in_sglang"
 INSIDE_FOLDER = Path(__file__).parent / "inside"
-"""Folder of the module `LAUNCHER`, which starts a worker's own server."""
+"""Folder of the module `LAUNCHER`, with which a worker starts a server of its own."""
 GENERATE = "/generate"
 REPEATED_STREAM_TOKENS = 512
 """Tokens per streamed event if each event repeats the whole answer so far."""
@@ -41,7 +42,8 @@ INFO_WITHIN_S = 120.0
 FLUSH_WITHIN_S = 10.0
 FLUSH_AGAIN_S = 0.1
 COOL = 0.5
-"""Temperature of a test call. Log-probs after temperature differ from one another twice as much at 0.5 as at 1."""
+"""Temperature of the second of two test calls; the first has 1. If the server's log-probs are those after temperature,
+the log-probs of two tokens differ twice as much at 0.5 as at 1."""
 NUM_COMPARED = 8
 MIN_SPREAD = 1e-2
 """Spread (largest minus smallest) below which log-probs differ only by rounding, so that comparing them at two

@@ -3,7 +3,7 @@
 
 A server needs `VLLM_SERVER_DEV_MODE=1` for its control calls, and `--logprobs-mode processed_logprobs` so that
 log-probs are those after temperature. Control calls need no key, so the server must listen where only this user can
-reach it, such as at a Unix socket (URL `unix:PATH`). Without a GPU, vLLM also needs two repairs (`inside/`).
+reach it, such as at a Unix socket (URL `unix:PATH`). Without a GPU, vLLM also needs two workarounds (`inside/`).
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class VllmDialect:
             yield last
 
     def _name_of(self, call: Call) -> str:
-        """Returns the model name to send with a call, by which the server selects the weights."""
+        """Returns the model name to send with a call; the server selects the weights by this name."""
         return self._model
 
     def _read(self, event: bytes) -> Chunk | None:

@@ -2,8 +2,8 @@
 
 Every load adds an adapter under a new name, and every call names its adapter. So a call's version is certain, and no
 two loads share keys and values. A running call cannot change its adapter, so it is aborted for a load, and a new call
-continues the request. An adapter is not replaced under the same name: vLLM would read the files at every step, and
-running calls would use the new adapter with the keys and values of the old one.
+continues the request. An adapter is never replaced under the same name. Otherwise vLLM would read the files at every
+decode step, and running calls would use the new adapter with the keys and values of the old one.
 
 A server needs `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` in addition to the options in `vllm.api`.
 """
@@ -136,7 +136,7 @@ class LoraDialect(VllmDialect):
         return self._served.name
 
     async def stage(self, version: Version) -> None:
-        """Makes the server read the version's adapter, which takes about as long as a step; no call uses it yet."""
+        """Makes the server read the version's adapter, which takes about one decode step; no call uses it yet."""
         await self._drop(self._staged)
         self._staged = None
         name = f"{OURS}{version.number}-{uuid4().hex[:12]}"
@@ -157,8 +157,8 @@ class LoraDialect(VllmDialect):
         await self._drop(before)
 
     async def _drop(self, adapter: LoadedAdapter | None) -> None:
-        """Unloads an adapter and then deletes its files; does nothing for None. The files go last, because a server
-        that has no room to keep the adapter in memory reads them again while calls use the adapter."""
+        """Unloads an adapter and then deletes its files; does nothing for None. The files are deleted last: a server
+        that has no room to keep an adapter in memory reads its files again while calls use it."""
         if adapter is not None:
             await self._unload(adapter.name)
             await asyncio.to_thread(shutil.rmtree, adapter.folder, ignore_errors=True)

@@ -27,8 +27,8 @@ LOAD_WITHIN_S = 600.0
 class FromPath:
     """Loads a version by making the server read its files.
 
-    The server reads hard links to the files, because the version may be deleted at any moment, and a reload with
-    missing files would leave the server without weights.
+    The server reads hard links to the files. The version itself may be deleted at any moment, and a reload with missing
+    files would leave the server without weights.
     """
 
     def __init__(self) -> None:

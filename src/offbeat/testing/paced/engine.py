@@ -1,7 +1,7 @@
 """Implementation of the paced engine; `offbeat.testing.paced` describes it.
 
-`PacedEngine` implements the engine protocol on an event loop. `PacedClock` decides which step ends when and what
-happens between two steps; it neither waits nor reads a clock.
+`PacedEngine` implements the engine protocol on an event loop. `PacedClock` computes when each decode step ends, and
+what happens between two steps; it neither waits nor reads a clock.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ SAME = 1e-9
 class PacedEngine:
     """Implements `offbeat.engines.protocol.Engine`.
 
-    `version` is the version that the engine serves from the start; None: none before the first load. `clock` and
-    `sleep` may be replaced to run in simulated time.
+    `version` is the version that the engine serves from the start; None: it serves nothing before the first load.
+    `clock` and `sleep` may be replaced to run in simulated time.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class PacedEngine:
 
     @property
     def metrics(self) -> EngineMetrics:
-        """Metrics up to the last event, such as a load or the end of a request. The next event adds the steps between
-        the two."""
+        """Metrics up to the last event, such as a load or the end of a request. The next event adds the steps since
+        then."""
         return self._paced.metrics
 
     async def generate(self, request: Request) -> Generation:
@@ -138,11 +138,11 @@ class PacedEngine:
             self._sleeping.cancel()
 
     def _now_s(self) -> float:
-        """Returns the clock's time, or the end of the last sleep if that is later, because a clock may be coarse."""
+        """Returns the clock's time, but at least the time at which the last sleep had to end: a clock may be coarse."""
         return max(self._clock(), self._reached_s)
 
     async def _drive(self) -> None:
-        """Carries out one event after another and sleeps in between; on an error, all waiting callers get it."""
+        """Carries out one event after another and sleeps in between; an unexpected error is raised at every caller."""
         try:
             while self._ended is None and (due_s := self._paced.due_s()) is not None:
                 await self._sleep_until(due_s)
@@ -234,11 +234,11 @@ class PacedRow:
 class PacedClock:
     """Modelled time of a paced engine. All calls must use times of one clock, which never goes backwards.
 
-    All rows take each step together. Between two steps, finished rows leave, then commands are taken in the order of
-    their arrival, then waiting requests take free slots. Until one of these events happens, all steps take the same
-    time, so the time of the next event is computed directly: `due_s` returns it, and `advance` carries the event out. A
-    load stops all steps; afterwards all running requests are prefilled again. A resumed request is prefilled only
-    beyond its cached prefix, or in whole if there was a load in between.
+    All rows (running requests) take each decode step together. Between two steps, finished rows leave, then commands
+    are taken in the order of their arrival, then waiting requests take free slots. Until one of these events happens,
+    all steps take the same time, so the time of the next event is computed directly. `due_s` returns this time, and
+    `advance` carries the event out. A load stops all steps; afterwards all running requests are prefilled again. A
+    resumed request is prefilled only beyond its cached prefix, or in whole if there was a load in between.
     """
 
     def __init__(self, settings: PacedSettings, version: int | None, worker: str, fingerprint: str):
@@ -255,7 +255,7 @@ class PacedClock:
         """Number of tokens to prefill before the next step, by request."""
         self._cached, self._slots = CachedPrefixes(), count()
         self._context = 0
-        """Number of tokens of all rows after the last event."""
+        """Sum of the context tokens of all rows after the last event."""
         self.metrics = EngineMetrics()
         self._step, self._start_s, self._prefill_s, self._step_s = 0, -math.inf, 0.0, 0.0
         """Step and time of the last event, seconds of the prefill after it, and seconds of each following step."""
@@ -397,8 +397,8 @@ class PacedClock:
 
     def _num_to_prefill(self, request: Request) -> int:
         """Returns how many tokens of a request must be prefilled, and takes its prefix out of the cache. Without a
-        cached prefix, these are all tokens; otherwise the tokens after it, except the last, which the first step
-        processes."""
+        cached prefix, these are all tokens. Otherwise they are the tokens after the prefix, except the last, which the
+        first step processes."""
         prefix = None if self.version is None else self._cached.find(request, self.version)
         if prefix is None:
             return len(request.tokens)

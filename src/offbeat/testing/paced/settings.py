@@ -12,8 +12,8 @@ from offbeat.testing.paced import noise
 
 
 class LengthModel(Protocol):
-    """Decides how many tokens an answer has, including its stop token. The number depends only on the task's seed, so
-    an unfinished answer ends at the same token whichever worker continues it."""
+    """Decides how many tokens an answer has, including its stop token. The number depends only on the task's seed. So
+    an unfinished answer ends at the same token, whichever worker continues it."""
 
     def num_tokens(self, seed: int) -> int: ...
 
@@ -60,9 +60,9 @@ class PacedSettings:
     """Seconds for which a load stops all steps, independent of `speed`."""
     lengths: LengthModel = LogNormalLength(median_tokens=256, sigma=0.8, max_tokens=8192)
     exact: bool = True
-    """Value to report as `Capabilities.exact`; the engine itself is always exact."""
+    """Value to report as `Capabilities.exact`; the engine's tokens are reproducible either way."""
     splits_by_version: bool = True
-    """False: refuse loads while requests run, like an engine that cannot split answers."""
+    """Whether running requests continue across a load. If not, loads are refused while requests run."""
 
     def __post_init__(self) -> None:
         for name, least in (("num_slots", 1), ("max_context_tokens", 2), ("vocab_size", 2)):

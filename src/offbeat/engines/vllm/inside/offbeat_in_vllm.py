@@ -1,4 +1,4 @@
-"""Worker extension for vLLM on CPUs (`--worker-extension-cls`). Only tests run vLLM on CPUs.
+"""Worker extension (`--worker-extension-cls`), which vLLM needs on CPUs. Only tests run vLLM on CPUs.
 
 On CPUs vLLM keeps a copy of the weights that is packed for multiplication, and a reload packs only the layers whose
 tensors it loads. An output layer that shares the embedding's weights has no tensor of its own, so without this
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Extension:
-    """Mixed into vLLM's worker class; its methods are called by name over HTTP."""
+    """Class that vLLM mixes into its worker class; the engine calls its methods by name over HTTP."""
 
     model_runner: Any
 
