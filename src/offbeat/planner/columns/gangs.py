@@ -24,7 +24,8 @@ from offbeat.planner.problem import Gang
 MIN_GAIN = 0.02
 """A gang with more nodes is kept only if it is faster by more than this share: the accuracy of the cost model."""
 MIN_LEANER = 0.1
-"""A gang that is not faster is kept only if its state takes less memory on shared cards, by more than this share."""
+"""A gang that is not faster is kept only if its training state takes less memory, by more than this share, on cards
+that also run replicas."""
 
 
 def fastest_first_front(candidates: Iterable[Gang]) -> list[Gang]:
@@ -51,7 +52,8 @@ def _is_as_small(one: Gang, other: Gang) -> bool:
 
 
 NODES_GROWTH = 1.1
-"""Ratio between neighbouring node counts of large gangs. A count in between would be faster by at most this ratio."""
+"""Ratio between neighbouring node counts that are tried for large gangs. A count in between could speed up training by
+at most this ratio."""
 ZERO_STAGES = (1, 2, 3)
 
 
@@ -99,8 +101,8 @@ def split_layers(num_layers: int, speeds: Sequence[float]) -> tuple[int, ...]:
 
 def fits(workload: Workload, room_bytes: float, tp: int, pp: int, dp: int, num_layers: int) -> list[tuple[int, bool]]:
     """Returns pairs (ZeRO stage, whether to recompute activations) with which a pipeline stage of `num_layers` layers
-    fits into `room_bytes` per card. ZeRO-1 and ZeRO-2 take the same time, so the lower one that fits is returned, and
-    then ZeRO-3 is left out. If one of the two fits without recomputing, pairs with recomputing are left out as well."""
+    fits into `room_bytes` per card. ZeRO-1 and ZeRO-2 take the same time, so only the lower stage that fits is
+    returned. ZeRO-3 is tried only if neither fits, and recomputing only if neither fits without it."""
     share = num_layers / workload.model.num_layers
     found = []
     for recompute in (False, True):
@@ -125,7 +127,7 @@ MIXED_GROWTH = 2.0
 
 @dataclass(frozen=True)
 class GangPart:
-    """One of the two classes of nodes in a mixed gang, with the figures of its cards that the cost model needs."""
+    """One of the two classes of nodes in a mixed gang (a gang of two classes), with what the cost model needs."""
 
     machines: MachineClass
     figures: Efficiencies
@@ -196,8 +198,8 @@ def pipelined(parts: Parts, link: Link, workload: Workload) -> Iterator[Gang]:
 
 
 def replicated(parts: Parts, link: Link, workload: Workload) -> Iterator[Gang]:
-    """Yields gangs with data-parallel replicas on both classes and batch shares in proportion to speed. Gradients move
-    at the rate of the slowest link."""
+    """Yields gangs with data-parallel copies of the model on both classes. Each class gets a share of the batch in
+    proportion to its speed. Gradients move at the rate of the slowest link."""
     (one, nodes_one), (other, nodes_other) = parts
     speeds, num_layers = [part.flops(nodes) for part, nodes in parts], workload.model.num_layers
     shares = {part.machines.name: speed / sum(speeds) for (part, _), speed in zip(parts, speeds, strict=True)}
@@ -255,8 +257,8 @@ Known = dict[tuple[object, ...], list[Gang]]
 def gangs(
     inventory: Inventory, workload: Workload, constants: Constants, known: Known | None = None
 ) -> tuple[Gang, ...]:
-    """Returns training gangs on one or two classes of nodes, without those that another gang beats; `known` caches
-    results between calls."""
+    """Returns training gangs on one or two classes of nodes, except gangs that another gang beats. `known` caches
+    results between calls with the same workload and constants."""
     known = {} if known is None else known
     classes = [machines for machines in inventory.classes.values() if machines.num_nodes > 0]
     alone: dict[str, list[Gang]] = {}

@@ -108,8 +108,8 @@ class WorkloadFile(Section):
 
 
 def load_workload(path: pathlib.Path | str, read_run: RunReader | None = None) -> Workload:
-    """Reads a workload file; `read_run` reads the lengths in a run that the file names (None: such a file is
-    refused)."""
+    """Reads a workload file. If the file names a run, `read_run` reads the lengths in that run (None: a file that names
+    a run is refused)."""
     file, origin = load_as(path, WorkloadFile)
     algorithm, rules, reward = file.algorithm, file.rules, file.reward
     if rules.colocate and rules.max_staleness:
