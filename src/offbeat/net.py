@@ -39,7 +39,7 @@ def is_this_machine(host: str) -> bool:
 
 
 SIOCGIFADDR = 0x8915
-"""Linux's request for the IPv4 address of a network interface."""
+"""Number of Linux's `ioctl` request for the IPv4 address of a network interface."""
 
 
 def own_addresses() -> list[str]:

@@ -4,9 +4,9 @@ A trajectory is a prompt and its ordered segments. Tokens are added only by `Tra
 invariants or raises `SegmentError` and changes nothing:
 
 - each segment starts where the previous one ended, and no segment is empty;
-- a `sampled` segment has one finite float32 log-prob <= 0 per token, a version and a `kv_version` <= version;
-  a `given` segment has none of these and is never trained on;
-- every other array of a segment has a name and one row of numbers per token; the number of arrays and the size of their
+- a `sampled` segment has one finite float32 log-prob <= 0 (up to rounding) per token, a version and a `kv_version` <=
+  version; a `given` segment has none of these and is never trained on;
+- any further array of a segment has a name and one row of numbers per token; the number of arrays and the size of their
   rows are limited;
 - a segment's version is lower than that of the sampled segment before it by at most `max_version_drop`;
 - the response has at most `max_new_tokens` tokens, and no segment follows the end.
@@ -33,8 +33,8 @@ LOGPROB_TOLERANCE = 1e-4
 MAX_ARRAYS = 8
 """Largest number of named arrays in a segment."""
 MAX_ARRAY_BYTES = 4096
-"""Largest number of bytes per token in all arrays together. For comparison: the indices of 8 experts in each of 94
-layers take 1,504 bytes; the 20 likeliest tokens with their log-probs take 160."""
+"""Largest number of bytes per token in all arrays of a segment together. For comparison: the indices of 8 experts in
+each of 94 layers take 1,504 bytes; the 20 likeliest tokens with their log-probs take 160."""
 ARRAY_NAME = "[a-z][a-z0-9_]{0,31}"
 ARRAY_KINDS = "biuf"
 """numpy kinds that arrays may have: booleans, integers and floats, of at most 8 bytes each."""
@@ -75,8 +75,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A run of tokens with the same origin, from position `start` of the response on. `version` sampled the tokens;
-    `kv_version` is the oldest version whose keys and values they attended to."""
+    """A run of tokens with the same origin; its first token is at position `start` of the response. `version` sampled
+    the tokens; `kv_version` is the oldest version whose keys and values these tokens attended to."""
 
     start: int
     tokens: np.ndarray
@@ -117,7 +117,7 @@ class Trajectory:
         self.prompt = np.asarray(self.prompt, dtype=np.int32)
 
     def append(self, segment: Segment, end: End | None = None) -> None:
-        """Adds a segment; with the last one, `end` must say why the trajectory ends."""
+        """Adds a segment. With the last segment, `end` must say why the trajectory ends."""
         self._check(segment)
         self.segments = (*self.segments, segment)
         self.end = end
@@ -374,7 +374,8 @@ class Task:
 
 
 class Reward(msgspec.Struct, frozen=True):
-    """A value that an answer earned at a token position of the response; position -1 is the last token."""
+    """A reward, or a named part of one, that an answer earned. `position` is the token of the response at which it was
+    earned; -1 is the last token."""
 
     value: float
     name: str = "reward"

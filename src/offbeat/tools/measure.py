@@ -1,7 +1,7 @@
 """Times this machine for calibration: decode steps and prefill of the embedded engine, and a training step.
 
 All sizes are timed in several rounds, and the fastest time of each counts, because other processes only add time. The
-context of a decode step is the number of tokens that attention reads, rounded up to whole buckets.
+context of a decode step is the number of tokens that attention reads, rounded up to a multiple of `READ_BUCKET_TOKENS`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STEPS_PER_CELL = 6
 KV_SHARE_OF_FREE = 0.5
 """Share of the free memory for the KV cache; logits, prefill and torch itself need the rest."""
 CONTEXT_SHARES = (0.12, 0.5, 0.9)
-"""Context lengths to time, as shares of the longest one; the last share leaves room for the timed steps."""
+"""Context lengths to time, as shares of the longest context; the last share leaves room for the timed decode steps."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ def measure(
 def _measure_engine(
     path: str, shape: ModelShape, dtype: torch.dtype, device: torch.device, name: str, sizes: Sizes
 ) -> tuple[list[Measurement], int]:
-    """Times decode and prefill; returns the measurements, and the middle context length, for timing training."""
+    """Times decode and prefill; returns the measurements, and the middle context length, with which to time
+    training."""
     model = load_model(path, dtype, device)
     contexts = sizes.contexts(context_window(model.config))
     if len(set(contexts)) < len(contexts):
@@ -139,8 +140,8 @@ class _Timer:
         return Measurement("decode", self.name, seconds, rows=rows, context=statistics.mean(read))
 
     def prefill(self, rows: int, context: int) -> Measurement:
-        """Times prefill: the time of the first step, which prefills all but the last token of each row, minus that of a
-        later step."""
+        """Times prefill: the time of the first decode step, which also prefills all but the last token of each row,
+        minus the time of a later decode step."""
         self._submit(rows, context, KvMode.REFILL)
         seconds = max(self._step_s() - self._median_step_s(), 1e-9)
         self.stepper.abort(None)
