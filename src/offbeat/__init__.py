@@ -33,7 +33,7 @@ if _TYPE_CHECKING:
 __all__ = ["STOP", "Config", "OffbeatError", "Run", "UserError", "__version__", "make_plan", "train"]
 
 _LAZY = {"Config": "offbeat.config", "Run": "offbeat.run", "STOP": "offbeat.observability.sinks"}
-"""Public names, each with its module. The module is imported when the name is first used, because that is slow."""
+"""Public names, each with its module, which is slow to import and therefore imported when the name is first used."""
 
 
 def __getattr__(name: str) -> _Any:
@@ -79,7 +79,7 @@ def train(
       of sections.
 
     `reward` replaces the configured rewards. It is a function (plain, async or written for TRL), a list of functions,
-    or a dict of functions, or of (function, weight), by name.
+    or a dict from names to functions or to pairs (function, weight).
 
     `callbacks` are called with each row of metrics; a callback that returns `offbeat.STOP` ends the run. `loggers` are
     objects with a method `log(row)` and perhaps `close()`. Both are called in this process, in the thread of the run. A

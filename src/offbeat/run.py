@@ -211,7 +211,7 @@ class Run:
 
     def wait(self, timeout: float | None = None) -> Self:
         """Waits until training ends, `timeout` seconds at most, and returns the run. Raises the error that ended
-        training, or `TimeoutError`. Ctrl-C stops the run with a checkpoint; a second one ends only the waiting."""
+        training, or `TimeoutError`. Ctrl-C stops the run with a checkpoint; a second Ctrl-C ends only the waiting."""
         if self._training is not None and not self._training.wait(timeout):
             raise DeadlineError(f"{self.path}: is still training after {timeout:g} s")
         return self
@@ -292,7 +292,8 @@ class _Training:
 
     def wait(self, timeout: float | None) -> bool:
         """Waits for the end of training and raises its error, if there was one. Returns False if the end does not come
-        within `timeout` seconds (None: no limit). A first Ctrl-C only asks training to stop; a second one is raised."""
+        within `timeout` seconds (None: no limit). A first Ctrl-C only asks training to stop; a second Ctrl-C raises
+        `KeyboardInterrupt`."""
         is_asked = False
         while not self.ended.done():
             try:

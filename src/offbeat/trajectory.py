@@ -8,7 +8,8 @@ invariants or raises `SegmentError` and changes nothing:
   version; a `given` segment has none of these and is never trained on;
 - any further array of a segment has a name and one row of numbers per token; the number of arrays and the size of their
   rows are limited;
-- a segment's version is lower than that of the sampled segment before it by at most `max_version_drop`;
+- the version of a sampled segment is lower than the version of the previous sampled segment by at most
+  `max_version_drop`;
 - the response has at most `max_new_tokens` tokens, and no segment follows the end.
 
 On the wire and on disk, trajectories are msgpack; `encode` and `decode` lose nothing.

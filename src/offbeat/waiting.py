@@ -18,8 +18,8 @@ T = TypeVar("T")
 class Notifier:
     """A condition variable for one event loop: waiters check their condition again after each `notify`.
 
-    A waiter must take the event `changed` before it reads the state. Then it misses no change, because every later
-    `notify` sets that event. Once the future `failure` has an error, all waits raise that error.
+    A waiter must take the event `changed` before it reads the state. Then it misses no change, because the next
+    `notify` sets this event, and it stays set. Once the future `failure` has an error, all waits raise that error.
     """
 
     def __init__(self, failure: asyncio.Future[Any] | None = None) -> None:

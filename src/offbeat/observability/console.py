@@ -110,7 +110,7 @@ class Console(Protocol):
 
     def step(self, row: Row) -> None: ...
     def doing(self, text: str) -> None:
-        """Shows what the run is doing within a step. Called about once a second."""
+        """Shows what the run is doing within a step. The caller calls it about once a second."""
         ...
 
     def note(self, text: str) -> None:

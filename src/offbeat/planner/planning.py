@@ -53,10 +53,10 @@ def rounds(placer: Placer, first: Result, solve: Solve, by: float = TOLERANCE) -
     """Chooses nodes for the solution `first`. As long as the chosen nodes are slower than assumed, solves the problem
     again with their times. Returns all solutions, each with its nodes.
 
-    Columns (candidate gangs and replica shapes) assume the best links. If the chosen nodes lengthen the period by more
-    than the share `by`, their times replace the gang's step time and the lags (times until a class has a new version).
-    Every other gang with a shorter period gets its step time on the best nodes for it. Times only grow, so the first
-    lower bound always holds."""
+    Columns (candidate gangs and replica shapes) assume the best links. The chosen nodes may lengthen the period by more
+    than the share `by`. The problem then gets their step time and lags (times until a class has a new version). Every
+    other gang with a shorter period gets its step time on the best nodes for it. Times only grow, so the first lower
+    bound always holds."""
     problem, result, found = placer.problem, first, list[Round]()
     while result.solution is not None:
         placing = placer.place(result.solution)

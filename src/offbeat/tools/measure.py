@@ -131,7 +131,8 @@ class _Timer:
     name: str
 
     def decode(self, rows: int, context: int) -> Measurement:
-        """Times decode steps alone. Prompts are equal, so one is prefilled and the others copy its KV cache."""
+        """Times decode steps alone. All prompts are equal, so one prompt is prefilled and the others copy its KV
+        cache."""
         self._submit(rows, context, KvMode.SAME)
         self._step_s()
         seconds = self._median_step_s()
@@ -256,8 +257,8 @@ def _measured_cpu(given: Figures) -> Figures:
 
 
 def _cpu_flops() -> float:
-    """Returns the CPU's float32 operations per second on an idle machine, as the rate of one thread by CPU time, times
-    the number of threads."""
+    """Returns the CPU's float32 operations per second on an idle machine: operations per second of CPU time of one
+    thread, times the number of threads."""
     one, other = torch.rand(SQUARE, SQUARE), torch.rand(SQUARE, SQUARE)
     with _one_thread() as num_threads:
         return num_threads * 2 * SQUARE**3 / _fastest_s(lambda: one @ other, time.thread_time)

@@ -142,7 +142,7 @@ def repeat(
     lr: float,
     reference: PreTrainedModel | None = None,
 ) -> Repeated:
-    """Repeats a step. First computes the loss and gradient of each sample alone, then trains the policy on all samples
+    """Repeats a step. First computes the loss and gradient of each sample alone. Then trains the policy on all samples,
     and records the first module output and the first gradient that are not finite."""
     policy.use_threads()
     figures = list(_one_by_one(policy, samples, settings, reference))

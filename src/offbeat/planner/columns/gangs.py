@@ -29,8 +29,8 @@ that also run replicas."""
 
 
 def fastest_first_front(candidates: Iterable[Gang]) -> list[Gang]:
-    """Returns the gangs worth keeping. A gang is dropped if another is about as fast, takes no more nodes of any class
-    and keeps hardly more training state on cards that rollout replicas share."""
+    """Returns the gangs worth keeping. A gang is dropped if another gang is about as fast and takes no more nodes of
+    any class. The other gang must also keep hardly more training state on cards shared with rollout replicas."""
     best: dict[object, Gang] = {}
     for gang in candidates:
         key = gang.name if gang.kept_bytes else tuple(sorted(gang.nodes.items()))
@@ -88,8 +88,8 @@ def max_replicas(workload: Workload) -> int:
 
 
 def split_layers(num_layers: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """Number of layers of each pipeline stage, in proportion to `speeds` and at least one; minimises the time of the
-    slowest stage."""
+    """Number of layers of each pipeline stage, so that the slowest stage is as fast as possible. `speeds` are the
+    speeds of the stages; every stage has at least one layer."""
     layers = [max(1, int(num_layers * speed / sum(speeds)) - 1) for speed in speeds]
     if sum(layers) > num_layers:
         layers = [1] * len(speeds)
@@ -307,7 +307,8 @@ def over_links(gang: Gang, inventory: Inventory, workload: Workload, constants: 
 def _alone_on(
     machines: MachineClass, num_nodes: int, inventory: Inventory, workload: Workload, constants: Constants
 ) -> Iterator[Gang]:
-    """Yields a gang for every split of `num_nodes` nodes into tensor, pipeline and data parallelism that fits."""
+    """Yields a gang for every split of `num_nodes` nodes into tensor, pipeline and data parallelism that fits into
+    memory."""
     figures, card = constants.of(machines.accelerator.name), machines.accelerator
     fabric = fabric_of(machines, inventory)
     num_cards = num_nodes * machines.per_node
@@ -330,8 +331,8 @@ def _alone_on(
 
 
 def _too_large(classes: Sequence[MachineClass], workload: Workload, constants: Constants) -> str:
-    """Returns the error message for a model that no gang can train. It names the class that would need the least memory
-    per accelerator, and how much, if all its nodes trained with ZeRO-3 and recomputing."""
+    """Returns the error message for a model that no gang can train. It names the class of nodes that would need the
+    least memory per accelerator, and this memory, if all its nodes trained with ZeRO-3 and recomputing."""
     needs = {}
     for machines in classes:
         num_cards = machines.num_accelerators

@@ -130,7 +130,7 @@ def rollout_column(
 
 
 def undominated(columns: Sequence[RolloutColumn]) -> list[RolloutColumn]:
-    """Returns the columns (replica shapes) of one class that no other column beats; of equally good ones the first."""
+    """Returns the columns (replica shapes) of one class that no other column beats; of equal columns, the first."""
     return [
         column
         for position, column in enumerate(columns)

@@ -61,7 +61,7 @@ class Measurement:
     num_accelerators: int = 1
     """Number of accelerators in a training gang or an all-reduce."""
     num_forwards: float = 0
-    """Forward passes of a training step in addition to that of the training pass; includes recomputing."""
+    """Forward passes of a training step besides the forward pass that is trained; includes recomputing."""
     tp: int = 1
 
 
@@ -191,8 +191,8 @@ slow card. The embedded engine never preempts while it is measured, so the lower
 FLAT = 1.5
 """If the longest decode step takes less than this multiple of the shortest, the host may be limiting all of them."""
 MAX_SHARE = 1.1
-"""Largest accepted share of the peak. A larger one means a wrong card or shape; an excess over 1 up to this limit is
-clock boost and noise."""
+"""Largest accepted share of a card's peak. A larger share means a wrong card or model shape; a share from 1 to this
+limit is due to clock boost and noise."""
 
 
 Rows = Sequence[Measurement]

@@ -52,7 +52,7 @@ def one_tree_s(num_bytes: float, arriving: float, within: Link, num_nodes: int) 
 
 
 def fan_out(num_bytes: float, arriving: float, within: Link, num_nodes: int) -> int:
-    """Best number of nodes to which each node passes every piece on (fan-out); the lowest of equally good ones."""
+    """Best number of nodes to which each node passes every piece on (fan-out); of equally good numbers, the lowest."""
     return min(range(1, MAX_FAN_OUT + 1), key=lambda width: _spread_s(num_bytes, arriving, within, num_nodes, width))
 
 

@@ -30,7 +30,7 @@ from offbeat.spelling import suggest
 
 LATENCY_MS = 0.05
 LEAST_GB_S = 1e-4
-"""Lowest accepted rate; a lower one was probably given in another unit."""
+"""Lowest accepted rate; a lower rate was probably given in another unit."""
 MOST_BETWEEN_ZONES_GB_S = 50.0
 """Highest accepted rate between zones: 400 Gbit/s, which a single sender does not reach between sites."""
 Pair = frozenset[str]
@@ -187,8 +187,8 @@ def _missing(one: str, other: str, kind: str, origin: ValueOrigin) -> UserError:
 
 
 def _check(key: Pair, link: Link, classes: Mapping[str, MachineClass], kind: str, origin: ValueOrigin) -> None:
-    """Raises if a link's rate is too low, too high for a link between zones, or higher than the sum of the rates
-    between a node's accelerators and their host, because a node cannot send faster."""
+    """Raises `UserError` if a link's rate is too low, or too high for a link between zones. It must also not exceed the
+    sum of the rates between a node's accelerators and their host, because a node cannot send faster."""
     gb_s, who = link.bytes_per_s / GIGA, " and ".join(sorted(key))
     say = f"{origin.before(('links',))}the rate between nodes of {who}, {gb_s:g} GB/s"
     if gb_s < LEAST_GB_S:
@@ -318,8 +318,8 @@ def _price(name: str, table: ClassTable, card: Accelerator, origin: ValueOrigin,
 
 
 def check_range(place: Path, value: float | None, sane: tuple[float, float, str, str], origin: ValueOrigin) -> None:
-    """Raises if a number is outside its range. `sane` holds the smallest and the largest value, then the units to
-    suggest for a smaller and for a larger number."""
+    """Raises `UserError` if `value` is outside its range. `sane` holds the smallest and the largest value, then the
+    units to suggest for a smaller and for a larger number."""
     low, high, below, above = sane
     if value is None or low <= value <= high:
         return

@@ -41,7 +41,7 @@ class ModelShape:
     vocab: int
     is_tied: bool = False
     num_experts: int = 0
-    """0 for a dense model."""
+    """Number of routed experts in each layer that has experts; 0 for a dense model."""
     experts_per_token: int = 0
     num_shared_experts: int = 0
     dense_layers: int = 0
@@ -70,7 +70,7 @@ class RewardMachines:
     """Machines that compute rewards."""
 
     seconds: float
-    """Time to score one trajectory in one slot."""
+    """Seconds to score one trajectory; each slot scores one trajectory at a time."""
     num_slots: int
     price_per_slot_h: float = 0.0
 
@@ -142,7 +142,7 @@ def uniform(shortest: float, longest: float, quantile: float = QUANTILE) -> Leng
 
 
 def log_normal(median: float, sigma: float, cap: float, quantile: float = QUANTILE) -> LengthStatistics:
-    """Statistics of log-normal lengths; those above `cap` are cut to `cap`."""
+    """Statistics of log-normal lengths; lengths above `cap` are cut to `cap`."""
     if sigma == 0:
         return constant(min(median, cap))
     normal, mu = NormalDist(), math.log(median)

@@ -172,7 +172,7 @@ def _from_numbers(name: str, numbers: dict[str, int], where: str) -> ModelShape:
         raise UserError(f"{where}: head_dim is missing, and {why}; give head_dim")
     if numbers["num_heads"] % numbers["num_kv_heads"]:
         why = f"num_kv_heads = {numbers['num_kv_heads']} does not divide num_heads = {numbers['num_heads']}"
-        raise UserError(f"{where}: {why}")
+        raise UserError(f"{where}: {why}; correct one of them")
     head_dim = numbers["hidden"] // numbers["num_heads"]
     return ModelShape(name=name, **{"head_dim": head_dim, **numbers})  # type: ignore[arg-type]
 

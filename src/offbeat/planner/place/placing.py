@@ -1,7 +1,8 @@
 """Placement of a solution: which nodes train and which generate, the weights' paths, and the resulting period.
 
-Nodes are chosen for the shortest period (seconds from one step to the next), then the shortest lag (time until all
-rollout nodes have a new version), then the shortest training step. If nodes are interchangeable, the first are taken.
+Nodes are chosen for the shortest period (time from one step to the next). Ties are decided by the shortest lag (time
+until all rollout nodes have a new version), then by the shortest training step. If nodes are interchangeable, the first
+are taken.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def split(
     fabric: NodeFabric, training: Counts, rollout: Counts, cost: Cost[Score]
 ) -> tuple[frozenset[str], frozenset[str]]:
     """Chooses nodes at a low `cost`; returns the names of the training nodes and of the rollout nodes. `training` and
-    `rollout` hold how many of each class are needed; the other nodes stay idle.
+    `rollout` hold how many nodes of each class are needed; the other nodes stay idle.
 
     Interchangeable nodes are taken in order. If there are few choices, all are tried. Otherwise two splits are
     compared: one with little bandwidth between training nodes and others (Kernighan-Lin), and one in which the nodes

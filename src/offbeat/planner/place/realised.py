@@ -1,9 +1,9 @@
 """Times of a placed plan: a gang's step over the links of its nodes, a version's lag to each class, and the period.
 
-The formulas are those of the columns (candidate gangs and replica shapes), but over the links in use. Gradients go
-around a ring at the rate of its slowest link, activations go from each stage to the next, and a class has a version
-when its last node has it. Guarantee: no value is better than its column assumed, so bounds proven for the columns hold
-for placed plans.
+Times are computed as for the columns (candidate gangs and replica shapes), but over the links in use. Gradients go
+around a ring at the rate of its slowest link. Activations go from each stage to the next. A class has a version when
+its last node has it. Guarantee: no time is shorter than its column assumed, so bounds proven for the columns hold for
+placed plans.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def slowed(
 
 
 def enough_s(problem: PlanningProblem, placed: PlanningProblem, solution: Solution) -> float:
-    """A period (seconds per step) long enough for a solution of `problem` to meet all constraints of `placed`, which is
-    the same problem with a longer training step or longer lags.
+    """A period (seconds per step) long enough for a solution of `problem` to meet all constraints of `placed`. `placed`
+    is `problem` with a longer training step or longer lags.
 
     With a staleness bound above 0 it is the shortest such period. It follows from the gang's own period and the age
     window (the time that a long answer may take). With bound 0 it is the old period plus the increase of the gang's

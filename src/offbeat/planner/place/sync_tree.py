@@ -176,8 +176,8 @@ def _network(fabric: NodeFabric, names: Sequence[str]) -> nx.DiGraph:
 
 
 def _connect(network: nx.DiGraph, fabric: NodeFabric, senders: Sequence[str], receivers: Sequence[str]) -> None:
-    """Adds to `network` the links from `senders` to `receivers`, each of one class: one edge per pair of nodes, or a
-    common hub if nodes are interchangeable or share one link."""
+    """Adds to `network` the links from `senders`, nodes of one class, to `receivers`, nodes of one class: an edge per
+    pair of nodes, or a common hub if nodes are interchangeable or share one link."""
     one, other = fabric.nodes[senders[0]].offer, fabric.nodes[receivers[0]].offer
     link, is_near = fabric.inventory.link(one, other), one == other
     if not (fabric.is_alike or link.is_shared):

@@ -1,5 +1,5 @@
-"""Plots price against throughput as an HTML page: the best plans of an inventory, the plans of each class of nodes
-alone for the same price, and the split by class that AReaL-Hex (another system) evidently ran.
+"""Plots price against throughput as an HTML page. It shows the best plans of an inventory, and the plans of each class
+of nodes alone for the same price. It also shows the split by class that AReaL-Hex (another system) evidently ran.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The proof of a plan: no plan has a shorter period, or a lower price.
 
-For every training gang that could take part in a better plan, the certificate holds dual prices (see `bounds`). They
+For every training gang that is fast enough for a better plan, the certificate holds dual prices (see `bounds`). They
 show by plain arithmetic that the gang has no such plan. Nodes and replicas are whole numbers, so dual prices cannot
 rule out every gang. The gangs that only the solver ruled out are listed in `by_solver`.
 """

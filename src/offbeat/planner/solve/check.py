@@ -246,8 +246,8 @@ def _ladders(problem: PlanningProblem, gang: Gang, tau: Fraction, nu: Fraction, 
 
 
 def _worths(problem: PlanningProblem, gang: Gang, tau: Fraction, ladders: _Ladders) -> _Worths:
-    """Returns the highest worth of an accelerator of each place (node class, and whether its nodes train), in replica
-    shapes that finish a long answer in time with this gang."""
+    """Returns the highest worth of an accelerator of each place (node class, and whether its nodes train). Only replica
+    shapes that finish a long answer in time with this gang count."""
     demand = problem.demand
     left = (demand.bound + 1 - Fraction(demand.age_guard)) * tau - Fraction(gang.period_s)
     best = {(name, is_home): Fraction(0) for name in problem.offers for is_home in (False, True)}

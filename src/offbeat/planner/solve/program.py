@@ -99,8 +99,8 @@ def quiet_stdout() -> Iterator[None]:
 
 
 TIGHTER = 1e-6
-"""If the solver's plan misses the demand for tokens by less than its tolerance, the program is solved again with a
-demand raised by this part of the tokens of one replica."""
+"""If the solver's plan misses the demand for tokens by less than its tolerance, the program is solved a second time.
+The demand is then raised by this part of the tokens of one replica."""
 
 
 class Aim(StrEnum):

@@ -85,8 +85,8 @@ def figures(column: RolloutColumn, roots: Sequence[str]) -> tuple[float, ...]:
 
 def efficient(columns: list[RolloutColumn], roots: Sequence[str]) -> list[RolloutColumn]:
     """Returns the columns (replica shapes) that no other column beats, sorted by their numbers, then by name. A column
-    beats another if it is as good in every respect (tokens per accelerator, delays, memory) and its size divides the
-    other's size, so that its replicas fit on the same cards."""
+    beats another if it is as good in every respect (tokens per accelerator, delays, memory). Its number of cards must
+    also divide the other's number, so that its replicas fit on the same cards."""
     columns = sorted(columns, key=lambda column: (*figures(column, roots), column.name))
     columns = [c for c, before in zip(columns, [None, *columns], strict=False) if not _same(c, before, roots)]
     if not columns:
@@ -119,8 +119,8 @@ def efficient_gangs(
     columns: Sequence[Sequence[RolloutColumn]],
 ) -> tuple[tuple[Gang, ...], dict[str, str]]:
     """Returns the training gangs that fit the offered nodes and that no other gang beats. Also returns, for each beaten
-    gang, the name of one that beats it. A gang beats another if it is as good in nodes, period, delays of versions and
-    memory kept for training state, and has at least as many home nodes (own nodes shared with replicas).
+    gang, the name of a gang that beats it. A gang beats another if it is as good in nodes, period, delays of versions
+    and memory kept for training state. It must also have as many home nodes (own nodes shared with replicas), or more.
 
     `nodes_of` returns an array of gangs x classes. `own` holds the home classes, each as a tuple of one name. `columns`
     holds the equal replica shapes of each rollout column."""
@@ -296,8 +296,8 @@ class View:
 
     @cached_property
     def in_flight_cap(self) -> float:
-        """Largest number of trajectories in flight: the staleness bound times those of a step, less those that wait for
-        training; with bound 0, those of one step."""
+        """Largest number of trajectories in flight: the staleness bound times the trajectories of a step, less the
+        number that waits for training. With bound 0, it is the number of trajectories of a step."""
         demand = self.problem.demand
         return demand.bound * demand.trajectories - demand.queue if demand.bound else float(demand.trajectories)
 
@@ -444,8 +444,8 @@ def _check(problem: PlanningProblem) -> None:
 
 
 def _columns_of(problem: PlanningProblem, offer: str, *, is_home: bool = False) -> list[RolloutColumn]:
-    """Returns the columns (replica shapes) on rented nodes of the class `offer`. With `is_home`, returns those on nodes
-    of this class that also train; there are none if the staleness bound is above 0."""
+    """Returns the columns (replica shapes) on rented nodes of the class `offer`. With `is_home`, returns columns on
+    nodes of this class that also train; there are none if the staleness bound is above 0."""
     if is_home and problem.demand.bound:
         return []
     return [column for column in problem.rollout if column.offer == offer and column.is_home == is_home]
