@@ -33,7 +33,7 @@ if _TYPE_CHECKING:
 __all__ = ["STOP", "Config", "OffbeatError", "Run", "UserError", "__version__", "make_plan", "train"]
 
 _LAZY = {"Config": "offbeat.config", "Run": "offbeat.run", "STOP": "offbeat.observability.sinks"}
-"""Public names with their modules, which are imported at first use because importing them is slow."""
+"""Public names, each with its module, which is slow to import and therefore imported when the name is first used."""
 
 
 def __getattr__(name: str) -> _Any:
@@ -79,11 +79,11 @@ def train(
       of sections.
 
     `reward` replaces the configured rewards. It is a function (plain, async or written for TRL), a list of functions,
-    or a dict of functions, or of (function, weight), by name.
+    or a dict from names to functions or to pairs (function, weight).
 
-    `callbacks` are called with each row of metrics; one that returns `offbeat.STOP` ends the run. `loggers` are objects
-    with a method `log(row)` and perhaps `close()`. Both run in the thread that trains. If one raises an error, it gets
-    no more rows.
+    `callbacks` are called with each row of metrics; a callback that returns `offbeat.STOP` ends the run. `loggers` are
+    objects with a method `log(row)` and perhaps `close()`. Both are called in this process, in the thread of the run. A
+    callback or logger that raises an error gets no more rows.
 
     `resume` is the folder of a run to continue. `overrides` set configuration keys: as sections,
     `batch={"group_size": 16}`; as dotted keys, `**{"batch.group_size": 16}`; or in the short forms `model="path"`,
@@ -119,7 +119,8 @@ def make_plan(
     """Plans as `offbeat plan` does: returns the fastest plan within `budget` ($/h; None: all machines) or, with
     `throughput` (tokens/s), the cheapest plan that reaches it.
 
-    `cluster`, `workload` and `constants` are each a record or the path of a file; `constants` None: the defaults.
+    `cluster`, `workload` and `constants` are each an object of the planner or the path of a file. If `constants` is
+    None, the cost model has its default constants.
     """
     from offbeat.planner.cost import constants as files
     from offbeat.planner.inputs.inventory import load_inventory

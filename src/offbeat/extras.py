@@ -1,4 +1,4 @@
-"""Imports optional packages where they are used; the error for a missing one says how to install it."""
+"""Imports optional packages where they are used; the error for a missing package says how to install it."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ def remedy(error: Exception) -> str:
 
 
 def disk_trouble(error: BaseException, then: str = "then --resume the run") -> DiskError | None:
-    """Returns the error of `cannot_write` if `error` is a disk error; None for any other, which may be a bug."""
+    """Returns the error of `cannot_write` if `error` is a disk error; None for any other error, which may be a bug.
+    `then` is what to do after the remedy."""
     if not isinstance(error, OSError) or error.errno not in REMEDIES:
         return None
     return cannot_write(error.filename or "standard output, or a file without a name", error, then)
@@ -113,7 +114,7 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 def create_atomic(path: Path, data: bytes, mode: int = 0o666) -> bool:
     """Creates a file with its content in one step. Returns False, and leaves the file as it is, if it already exists.
-    Of several concurrent callers, one succeeds; on a file system without hard links, several may."""
+    Of several concurrent callers, only one succeeds; on a file system without hard links, several may succeed."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.draft")
     with naming(path):
         try:
@@ -144,7 +145,8 @@ def _link(draft: Path, path: Path) -> bool:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Makes `target` a hard link to `source`, or a copy if a link is impossible. Both outlive `source`."""
+    """Makes `target` a hard link to `source`, or a copy if a link is impossible. Either way, `target` still exists
+    after `source` is deleted."""
     try:
         os.link(source, target)
     except OSError as error:

@@ -1,8 +1,8 @@
 """Finds a user's function by `module:function` or `file.py:function`, and determines which arguments it takes.
 
-Every mistake in such a name (a missing file or function, a module that cannot be imported, a parameter for which there
-is no argument) raises a one-line `UserError` before training starts. Uses only the standard library, because reward
-processes import this module and must start fast.
+A missing file or function, a module that cannot be imported, or a parameter for which there is no argument raises a
+one-line `UserError` before training starts. Uses only the standard library, because reward processes import this module
+and must start fast.
 """
 
 from __future__ import annotations

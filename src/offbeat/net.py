@@ -17,7 +17,7 @@ QUERY = re.compile(r"""(://[^\s?#"'<>]*)[?#][^\s"'<>]*""")
 
 
 def shown(text: str) -> str:
-    """Returns the text with login, query and fragment removed from its URLs, because they may contain secrets."""
+    """Returns the text with login, query and fragment removed from its URLs, because these may contain secrets."""
     return QUERY.sub(r"\1", LOGIN.sub("", text)) if "://" in text else text
 
 
@@ -39,7 +39,7 @@ def is_this_machine(host: str) -> bool:
 
 
 SIOCGIFADDR = 0x8915
-"""Linux's request for the IPv4 address of a network interface."""
+"""Number of Linux's `ioctl` request for the IPv4 address of a network interface."""
 
 
 def own_addresses() -> list[str]:
@@ -58,7 +58,7 @@ def own_addresses() -> list[str]:
 
 RANGE = re.compile(r"bytes=([0-9]*)-([0-9]*)")
 MAX_DIGITS = 18
-"""Most digits of a position in a file; Python refuses to parse numbers of thousands of digits."""
+"""Largest number of digits of a position in a file. Python refuses to parse numbers of thousands of digits."""
 
 
 class RangeError(OffbeatError, ValueError):

@@ -1,4 +1,4 @@
-"""A run, for Python programs and notebooks: `offbeat.train` returns one, and `offbeat.Run(path)` opens one on disk.
+"""The class `Run`, for Python programs and notebooks. `offbeat.train` returns a run; `offbeat.Run(path)` opens one.
 
 A `Run` reads everything from its folder, so it works the same during training, afterwards, and in another program.
 """
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 Reward = Callable[..., Any] | str | Sequence[Callable[..., Any] | str] | Mapping[str, Any]
 ROWS = "tasks"
-"""Folder, below the run's, for rows from Python."""
+"""Name of the folder, inside the run's folder, for rows of tasks that were given from Python."""
 
 
 class Run:
-    """A run: its results, and what can be done with it. `path` is the run's folder."""
+    """A run: reads its results, and evaluates, exports, resumes or stops it. `path` is the run's folder."""
 
     path: Path
 
@@ -103,14 +103,16 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Figures of the whole run, as in summary.json: rewards, speed, why it stopped. Empty until training ends."""
+        """Figures of the whole run, as in summary.json: rewards, speed, why it stopped. Empty until training first
+        ends; while a resumed run trains, still the figures from before."""
         file = self.path / SUMMARY
         return json.loads(file.read_text()) if file.is_file() else {}
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """A row for each step, as in metrics.jsonl, without steps that a resume undid. Rows of evaluated steps have
-        `eval_mean@k`; the row of step 0, if there is one, is the evaluation before training."""
+        `eval_mean@k`, the mean held-out reward of k answers per prompt. A row of step 0 is the evaluation before
+        training."""
         return read_metrics(self.path / METRICS)
 
     def frame(self) -> Any:
@@ -194,12 +196,12 @@ class Run:
 
     @property
     def is_running(self) -> bool:
-        """Whether this object is training the run. False if another object or program is."""
+        """Whether this object is training the run. False if another object or program trains it."""
         return self._training is not None and not self._training.ended.done()
 
     def stop(self) -> Self:
-        """Ends training after the current step, with a checkpoint, and waits for that. In a callback, which is part
-        of a step, it does not wait. Raises `UserError` if another program trains the run."""
+        """Ends training after the current step, with a checkpoint, and waits until training has ended. Does not wait
+        when called in a callback, which is part of a step. Raises `UserError` if another program trains the run."""
         if self._training is None:
             if (self.path / LOCK).exists():
                 refuse_in_use(self.path)  # another program's run: it must be stopped there
@@ -209,7 +211,7 @@ class Run:
 
     def wait(self, timeout: float | None = None) -> Self:
         """Waits until training ends, `timeout` seconds at most, and returns the run. Raises the error that ended
-        training, or `TimeoutError`. Ctrl-C stops the run with a checkpoint; a second one ends only the waiting."""
+        training, or `TimeoutError`. Ctrl-C stops the run with a checkpoint; a second Ctrl-C ends only the waiting."""
         if self._training is not None and not self._training.wait(timeout):
             raise DeadlineError(f"{self.path}: is still training after {timeout:g} s")
         return self
@@ -244,20 +246,20 @@ def _png(figure: Figure) -> bytes:
 
 
 class _Training:
-    """Training by this program: in the thread that calls `start`, or in a thread of its own."""
+    """Training by this program, either in the thread that calls `start` or in a new thread."""
 
     def __init__(self) -> None:
         self.button = StopButton()
         self.begun = threading.Event()
-        """Set once the run has a folder, or has failed without one."""
+        """Set once the run has a folder, or has failed before it got one."""
         self.ended: futures.Future[None] = futures.Future()
         self._thread = threading.current_thread()
         self._is_alone = False
         """Whether training has a thread of its own. Its error is then printed, because nobody may be waiting for it."""
 
     def start(self, work: Callable[[], object], *, wait: bool) -> None:
-        """Calls `work`. With `wait`, returns when it ends. Otherwise, `work` runs in a thread of its own, and `start`
-        returns once the run has a folder. Raises the error of `work` if it has failed by then."""
+        """Calls `work`. With `wait`, returns when `work` ends. Otherwise, `work` runs in a new thread, and `start`
+        returns once the run has a folder. If `work` has failed by then, its error is raised."""
         if wait:
             self._do(work)
         else:
@@ -290,7 +292,8 @@ class _Training:
 
     def wait(self, timeout: float | None) -> bool:
         """Waits for the end of training and raises its error, if there was one. Returns False if the end does not come
-        within `timeout` seconds (None: no limit). A first Ctrl-C only asks training to stop; a second one is raised."""
+        within `timeout` seconds (None: no limit). A first Ctrl-C only asks training to stop; a second Ctrl-C raises
+        `KeyboardInterrupt`."""
         is_asked = False
         while not self.ended.done():
             try:

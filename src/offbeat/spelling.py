@@ -1,4 +1,4 @@
-"""Suggests names in place of one that does not exist: the most similar name, or a list. Standard library only."""
+"""Suggests names in place of a name that does not exist: the most similar name, or a list. Standard library only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 MAX_LISTED = 12
-"""Most names that a suggestion lists."""
+"""Largest number of names that a suggestion lists."""
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:

@@ -18,14 +18,14 @@ T = TypeVar("T")
 class Notifier:
     """A condition variable for one event loop: waiters check their condition again after each `notify`.
 
-    A waiter must take the event `changed` before it reads the state. Then it misses no change, because every later
-    `notify` sets that event. Once the future `failure` has an error, all waits raise that error.
+    A waiter must take the event `changed` before it reads the state. Then it misses no change, because the next
+    `notify` sets this event, and it stays set. Once the future `failure` has an error, all waits raise that error.
     """
 
     def __init__(self, failure: asyncio.Future[Any] | None = None) -> None:
         self._failure = failure
         self.changed = asyncio.Event()
-        """Event that the next `notify` sets and replaces with a new one."""
+        """Event that the next `notify` sets and then replaces with a new event."""
 
     def notify(self) -> None:
         self.changed.set()
@@ -44,7 +44,8 @@ class Notifier:
                 return found
 
     async def wait(self, changed: asyncio.Event, deadline_s: float = math.inf) -> bool:
-        """Waits until `changed`, taken from `self.changed`, is set by a `notify`; returns False at the deadline."""
+        """Waits until a `notify` sets `changed`, which the caller took from `self.changed`. Returns False at the
+        deadline, a time of `time.monotonic()`."""
         if self._failure is None and math.isinf(deadline_s):
             return await changed.wait()
         waiting: set[asyncio.Future[Any]] = {asyncio.ensure_future(changed.wait())}
@@ -92,8 +93,8 @@ class BackgroundTasks:
 
 
 async def run_to_end(work: Coroutine[Any, Any, None], within_s: float) -> None:
-    """Awaits `work`, which should not be left unfinished. If the caller is cancelled, `work` gets another `within_s`
-    seconds to end and is then cancelled too."""
+    """Awaits `work`. If the caller is cancelled, `work` gets another `within_s` seconds to end, because it should not
+    be left unfinished; then it is cancelled too."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.shield(task)

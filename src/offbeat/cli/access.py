@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def issue_token(folder: Path, role: str = "rollout", minutes: float = DEFAULT_MINUTES) -> int:
-    """Prints a join token, valid for `minutes`, and nothing else, so that it can be piped."""
+    """Prints a join token, valid for `minutes`, and nothing else, so that the output can be piped."""
     from offbeat.ledger.workers import Role
 
     with _ledger(folder) as ledger, ledger.naming_damage():

@@ -63,7 +63,7 @@ def _check_words(arguments: argparse.Namespace) -> None:
         if isinstance(value, float) and not 0 < value < float("inf"):
             raise UserError(f"{word} is {value:g}; it must be a finite number above 0")
     if not Path(arguments.out).parent.is_dir():
-        raise UserError(f"--out {arguments.out}: the folder {Path(arguments.out).parent} does not exist")
+        raise UserError(f"--out {arguments.out}: the folder {Path(arguments.out).parent} does not exist; create it")
     if Path(arguments.out).is_dir():
         raise UserError(f"--out {arguments.out} is a folder; give a file to write")
 

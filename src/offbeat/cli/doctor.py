@@ -17,7 +17,8 @@ from offbeat.config import Config, from_dict, load, resolved
 from offbeat.errors import UserError
 
 WITHIN_S = 120.0
-"""Default limit of each probe in seconds; importing torch from a cold disk and an engine's first answers take long."""
+"""Default time limit in seconds of each probe (a check in its own process). Importing torch from a cold disk takes
+long."""
 COLOURS = {"!": "33", "x": "31", "-": "2"}
 
 

@@ -1,5 +1,5 @@
-"""`offbeat eval`: scores a run's newest weights on the run's own held-out prompts, or a model on those of a
-configuration's tasks."""
+"""`offbeat eval`: scores a run's newest weights on the run's own held-out prompts, or a model on the held-out prompts
+of a configuration's tasks."""
 
 from __future__ import annotations
 

@@ -19,12 +19,13 @@ from offbeat.spelling import nearest
 
 SPIN_COUNT = "1000"
 """Iterations that an OpenMP thread spins before it sleeps: a few microseconds. The default is about a thousand times as
-many. On idle cores that gains nothing, and beside one busy process it makes a step five to eight times slower."""
+many. Such long spinning gains nothing on idle cores, and makes a step five to eight times slower beside one busy
+process."""
 
 
 def spin_briefly() -> None:
     """Limits how long idle OpenMP threads of this process and its children spin before they sleep, unless the user has
-    set that. Must be called before torch is imported, which reads the setting only then."""
+    set it. Must be called before torch is imported, because torch reads the setting at its import."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
@@ -45,8 +46,8 @@ COMMANDS = {
     "check-loss": "check your own loss or advantage for the properties that training relies on",
     "show": "print what a run generated: the latest answers, the best, the worst, or one with its history",
 }
-"""Commands and their help. Each is a module of this package with `add_arguments(parser)` and `run(arguments,
-overrides)`."""
+"""Commands and their help. Each command is a module of this package with `add_arguments(parser)` and `run(arguments,
+overrides)`; overrides are keys of the configuration, such as `--batch.group-size 16`."""
 ACCESS = ("token", "list", "revoke")
 """Actions of `offbeat worker` that the module `access` implements."""
 TAKES_OVERRIDES = ("train", "serve", "trainer", "worker", "eval", "doctor")
@@ -57,8 +58,8 @@ HELP_WORDS = ("-h", "--help", "help")
 
 
 owns_process = False
-"""Whether this process runs only one command. Only then may a dry run hide torch, because transformers would remember
-that torch is missing."""
+"""Whether this process runs only one command, and not a Python program that calls `main`. Only then may a dry run hide
+torch from imports, because transformers would remember that torch is missing."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -56,7 +56,9 @@ def _check_words(arguments: argparse.Namespace) -> None:
     if arguments.json and arguments.explain:
         raise UserError("--json and --explain do not go together; the JSON has all places and assumptions anyway")
     if arguments.frontier and not Path(arguments.frontier).parent.is_dir():
-        raise UserError(f"--frontier {arguments.frontier}: the folder {Path(arguments.frontier).parent} does not exist")
+        raise UserError(
+            f"--frontier {arguments.frontier}: the folder {Path(arguments.frontier).parent} does not exist; create it"
+        )
     if arguments.verify:
         for name in ("budget", "throughput", "frontier", "explain", "json"):
             if getattr(arguments, name):
@@ -83,8 +85,8 @@ def _plan(arguments: argparse.Namespace, inventory: Inventory, workload: Workloa
 
 
 def _draw(file: Path, inventory: Inventory, workload: Workload, constants: Constants) -> int:
-    """Writes an HTML file with a drawing of the best plans' price against throughput. Returns the number of drawn plans
-    that may use every class of nodes in the inventory."""
+    """Writes an HTML file with a plot of price against throughput. Returns the number of plotted plans that may use
+    every class of nodes in the inventory."""
     from offbeat.planner.report.frontier import frontier_page, homogeneous, mixed, split_by_class
 
     title = f"{workload.model.name}: cost against throughput"

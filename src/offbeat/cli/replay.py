@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _latest(run: Path) -> Path:
-    """Returns the latest batch that a run kept."""
+    """Returns the file of the latest batch that a run kept because of NaN or infinity."""
     kept = sorted((run / "broken").glob("*.batch"))
     if not kept:
         raise UserError(f"{run}: has met no NaN or infinity, so there is no step to replay")

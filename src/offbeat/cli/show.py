@@ -133,7 +133,7 @@ HEAD = (
     *("prompt", "right answer", "response"),
 )
 MAX_TEXT = 400
-"""Largest number of characters of a text in a line, however wide the screen is."""
+"""Largest number of characters of a text that a line of the list shows, however wide the screen is."""
 
 
 def _figures(row: TrajectoryRow) -> list[str]:
@@ -145,7 +145,7 @@ def _figures(row: TrajectoryRow) -> list[str]:
 
 
 def _asked(problem: dict[str, Any]) -> str | None:
-    """Returns a problem's prompt without its template; of a conversation, the last message."""
+    """Returns a problem's prompt without its chat template; if the prompt is a conversation, its last message."""
     prompt = problem["prompt"]
     last = prompt[-1] if isinstance(prompt, list) and prompt else prompt
     return as_text(last.get("content") if isinstance(last, dict) else last)
@@ -156,7 +156,8 @@ def _one_line(text: str | None) -> str:
 
 
 def _nothing(ledger: Ledger, which: TrajectoryFilter) -> str:
-    """Says that the list is empty. If the run has evaluation answers instead, also says that --eval lists these."""
+    """Returns a text saying that the list is empty. If the run has evaluation answers, it adds that --eval lists
+    them."""
     kind = {"train": "training ", "eval": "evaluation ", None: ""}[which.purpose]
     at = "" if which.step is None else f" at step {which.step}"
     said = f"no {kind}answers{at}" + (" with these filters" if any(vars(which)[name] for name in FILTERS[1:]) else "")
@@ -166,7 +167,8 @@ def _nothing(ledger: Ledger, which: TrajectoryFilter) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns lines with aligned columns. The last three, which are texts, share the rest of the screen."""
+    """Returns lines with aligned columns. The last three columns, which are texts, share the rest of the screen's
+    width."""
     num_texts = 3
     widths = [max(len(row[place]) for row in rows) for place in range(len(HEAD))]
     fixed = widths[:-num_texts]
@@ -288,8 +290,8 @@ def _response(detail: TaskDetail, decode: Decode) -> Text | str:
 
 
 def _pieces(trajectory: Trajectory, decode: Decode) -> list[str]:
-    """Returns the text of each segment of a trajectory. A character split between two segments belongs to the second
-    one."""
+    """Returns the text of each segment of a trajectory. A character whose tokens are in two segments belongs to the
+    second segment."""
     pieces, before = [], ""
     for segment in trajectory.segments:
         until = decode(trajectory.tokens[: segment.end])

@@ -138,8 +138,8 @@ def status_of(summary: Mapping[str, Any], *, is_quiet: bool = False) -> int:
 
 def resolve(file: str | None, overrides: list[str], resume: str | None) -> tuple[Config, Path | None]:
     """Returns the configuration, and the folder of the run to resume (None for a new run). A resumed run uses its
-    stored configuration, or `file` if that is given. `resume` is a run's name or path; "" stands for the configured run
-    or else the newest, None for a new run."""
+    stored configuration, or `file` if that is given. `resume` is a run's name or path, or None for a new run. If it is
+    "", the run that `run.name` names is resumed or, without a name, the newest run."""
     if resume is None:
         return load(file, overrides), None
     if file is None and resume.endswith(".toml"):  # train --resume CONFIG.toml

@@ -43,7 +43,7 @@ def add_join_arguments(parser: Parser, what: str) -> None:
 
 
 def invitation_of(arguments: argparse.Namespace, role: Role, folder: Path, name: str) -> Invitation:
-    """Returns the `Invitation` (how to join a run) for the arguments that `add_join_arguments` defines."""
+    """Returns the `Invitation` (the way to join a run) that the arguments of `add_join_arguments` describe."""
     from offbeat.launch.joining import Invitation
 
     return Invitation(

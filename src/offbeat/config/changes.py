@@ -21,8 +21,8 @@ FIXED_IF_EXACT: tuple[Path, ...] = (
     ("model", "device"),
     ("model", "gradient_checkpointing"),
 )
-"""Keys that may change at a resume, but not in an exact run: they decide how sums are split, and so the sums' last
-bits."""
+"""Keys that may change at a resume, except in an exact run: they decide in which parts sums are computed, and with that
+the last bits of the sums."""
 
 
 class Change(NamedTuple):
@@ -43,8 +43,8 @@ def free_changes(old: Mapping[str, Any], new: Config) -> list[Change]:
 
 
 def fixed_keys(config: Config) -> dict[str, Any]:
-    """Returns a configuration (as a dict of sections) that has only the keys that are fixed for the life of a run.
-    `fixed_changes` accepts it as `old`."""
+    """Returns a configuration (as a dict of sections) with only the keys that are fixed for the life of a run. The
+    result can be passed to `fixed_changes` as `old`."""
     data = resolved(config)
     for place, _ in list(leaves(data)):
         if _may_change(place, config):

@@ -59,7 +59,7 @@ LEADING_KEY = re.compile(r"([a-z_]+(?:\.[a-z_0-9]+)+) = ")
 
 @dataclass
 class ValueOrigin:
-    """Where the values of a configuration came from: a file, with the line of each key, and the command line."""
+    """Where the values of a configuration came from: a file, with the line of each key, or the command line."""
 
     file: str | None = None
     lines: Mapping[Path, int] = field(default_factory=dict)
@@ -79,7 +79,8 @@ class ValueOrigin:
         return None
 
     def typed_at(self, place: Path) -> Path | None:
-        """Returns the place of a command-line key that is at, inside or around `place`; None if there is none."""
+        """Returns the place of a key from the command line that is `place`, inside it or around it; None if there is
+        none."""
         shared = (p for p in self.typed if p[: len(place)] == place or place[: len(p)] == p)
         return next(shared, None)
 
@@ -198,7 +199,7 @@ def show(value: Any) -> str:
 
 
 def range_in_words(known: FieldInfo) -> str:
-    """Returns the numbers that a field allows, such as `1 to 5` or `0 or more and less than 1`."""
+    """Returns the range of numbers that a field allows, such as `1 to 5` or `0 or more and less than 1`."""
     low = next((m for m in known.metadata if isinstance(m, Ge | Gt)), None)
     high = next((m for m in known.metadata if isinstance(m, Le | Lt)), None)
     if isinstance(low, Ge) and isinstance(high, Le):

@@ -1,7 +1,7 @@
 """The keys of a configuration file: their lines, their fields, and hints for misspelt ones.
 
 A place is a tuple such as ("task", 0, "level"). The keys of a `task` table depend on its `source`, so functions take
-the data as well as the place. `root` is the model of the file, by default that of a run's configuration.
+the configuration's data as well as the place. `root` is the pydantic model of the file, by default `Config`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def key_lines(text: str) -> dict[Path, int]:
 
 
 class _Scanner:
-    """Finds keys in a text that `tomllib` has accepted. It must never hang; if it misses a key, an error merely lacks
-    the line number."""
+    """Finds the lines of keys in a text that `tomllib` has accepted. It must never hang. If it misses a key, errors
+    about this key merely lack the line number."""
 
     def __init__(self, text: str):
         self.tokens: list[tuple[str, int]] = []
@@ -165,7 +165,8 @@ def model_at(place: Path, data: Mapping[str, Any], root: type[Section] = Config)
 
 
 def _step(annotation: Any, name: str | int) -> Any:
-    """Returns the type of entry `name` in a section, dict or list of type `annotation`; None if it has none."""
+    """Returns the type of entry `name` in a section, dict or list of type `annotation`; None if there is no such
+    entry."""
     if section := _section(annotation):
         field = section.model_fields.get(str(name))
         return field.annotation if field else None
@@ -185,7 +186,7 @@ def field_at(place: Path, data: Mapping[str, Any], root: type[Section] = Config)
 
 
 def value_at(data: Any, place: Path) -> Any:
-    """Returns the value at a place in `data`, or MISSING if there is none."""
+    """Returns the value at a place in `data`, or MISSING if there is no value."""
     for name in place:
         try:
             data = data[name]
@@ -200,7 +201,7 @@ def is_free(place: Path) -> bool:
 
 
 def is_hidden(field: FieldInfo) -> bool:
-    """Returns whether a section is only for tests, and so neither listed nor documented."""
+    """Returns whether a section is only for tests, and therefore neither listed nor documented."""
     return _is_marked(field, "hidden")
 
 

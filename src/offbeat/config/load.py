@@ -1,7 +1,8 @@
 """Reads a TOML file and the command line into a checked `Config`.
 
-Overrides win over the file, and later overrides over earlier ones. TOML has no null, so the text "none" stands for it
-at keys that may be absent. Every mistake raises a `UserError` that names file, line and key.
+Overrides (keys on the command line) win over the file, and later overrides over earlier overrides. TOML has no null, so
+a key that may be absent takes the text "none" instead. Every mistake raises a `UserError` that names file, line and
+key.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def from_dict(data: Mapping[str, Any], overrides: Mapping[str, Any] | None = Non
 
 
 def load_as(path: pathlib.Path | str, root: type[AnySection]) -> tuple[AnySection, ValueOrigin]:
-    """Loads a TOML file by the same rules into the pydantic model `root`; also returns where the values came from."""
+    """Loads a TOML file, such as a cluster's, into the pydantic model `root`; also returns where its values came from,
+    for errors."""
     origin = ValueOrigin(root=root)
     data = _read(pathlib.Path(path), origin)
     try:
@@ -114,7 +116,7 @@ def _read(path: pathlib.Path, origin: ValueOrigin) -> dict[str, Any]:
         raise UserError(f"{path}: no such file{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"{path} cannot be read: {reason}") from error
+        raise UserError(f"{path} cannot be read: {reason}; give a readable TOML file") from error
     origin.file = str(path)
     try:
         if path.suffix == ".json":

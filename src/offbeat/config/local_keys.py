@@ -1,8 +1,9 @@
 """Machine-local keys: the programs that a machine starts, the code that it loads, its folders and addresses.
 
-A role that joins a run receives the configuration from the coordinator. By choosing such keys, the coordinator could
-start programs on this machine. So its values of these keys are used only with `--trust-coordinator`. Otherwise, a
-machine-local key that the role needs must be given on the role's own command line, and others get their defaults.
+A role (worker or trainer) that joins a run receives the configuration from the coordinator. With such keys, the
+coordinator could start programs on this machine. The coordinator's values of these keys are therefore used only with
+`--trust-coordinator`. Otherwise, a machine-local key that the role needs must be given on the role's own command line,
+and all other machine-local keys get their defaults.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from offbeat.config.schema import SERVED, Config
 from offbeat.errors import UserError
 
 ROLLOUT, TRAINER = "rollout", "trainer"
-"""Values of `offbeat.ledger.workers.Role`. A judge does not use machine-local keys."""
+"""Values of `offbeat.ledger.workers.Role`. The third role, a judge (it computes rewards), uses no machine-local key."""
 MODEL_NAME = re.compile(r"offbeat-tiny|[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """The built-in model, or the name of a model on the Hugging Face hub."""
 FAR_STORE = re.compile(r"(?!file:|local:)[A-Za-z][A-Za-z0-9+.-]*://")
@@ -30,11 +31,11 @@ FAR_STORE = re.compile(r"(?!file:|local:)[A-Za-z][A-Za-z0-9+.-]*://")
 class LocalKey:
     place: tuple[str, str]
     what: str
-    """The setting that a coordinator would choose for this machine, in words for errors."""
+    """What a coordinator would choose for this machine with the key, such as "a program"; for errors."""
     is_needed: Callable[[str, Config], bool]
     """Whether a role (rollout or trainer) with this configuration uses the key."""
     is_harmless: Callable[[Any], bool] = lambda value: False
-    """Whether a value may be taken from the coordinator, because it refers to nothing on this machine."""
+    """Whether a value from the coordinator may be used, because it refers to nothing on this machine."""
 
     @property
     def key(self) -> str:

@@ -1,7 +1,8 @@
 """Keys that no longer exist, and how runs that were started with them are resumed.
 
-A run's config.json may hold a removed key. It is dropped: silently if it has its old default, else with a warning. In
-a TOML file or on a command line it is an error. A key stays in `REMOVED` as long as runs with it may be resumed.
+A run's config.json may hold a removed key. The key is dropped: silently if it has its old default, else with a warning.
+In a TOML file or on a command line, a removed key is an error. A key stays in `REMOVED` as long as runs with this key
+may be resumed.
 """
 
 from __future__ import annotations
@@ -65,6 +66,6 @@ def migrated(stored: Mapping[str, Any], file: str | None = None) -> dict[str, An
 
 
 def _penalty_to_weight(reward: Any) -> None:
-    """Moves `overlong_penalty` in a stored section `reward` to the weight that has the same effect."""
+    """Replaces the removed key `overlong_penalty` in a stored section `reward` by the weight with the same effect."""
     if isinstance(reward, dict) and reward.get("overlong_tokens") and reward.get("overlong_penalty", 1.0) != 1.0:
         reward["weights"] = {**(reward.get("weights") or {}), "overlong": reward.pop("overlong_penalty")}

@@ -1,4 +1,4 @@
-"""Names of settings in TRL and verl, with the keys that do the same here; used by errors about unknown keys, and docs.
+"""Names of settings in TRL and verl, with the keys that do the same in Offbeat, for errors about unknown keys and docs.
 
 A value is a key of the configuration, perhaps with a remark in brackets. A value without a key, which begins with "no
 key", says why there is none.

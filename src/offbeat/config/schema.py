@@ -39,8 +39,8 @@ ADVANTAGES = ("group", "mean", "leave_one_out", "siblings", "batch", "gae")
 BEYOND_SIBLINGS = ("batch", "gae")
 """Advantages that do not compare answers to one prompt."""
 RELEASED = {"group": "siblings", "mean": "leave_one_out"}
-"""Replacement for a preset's advantage if answers are trained before all their siblings are known. It leaves the answer
-itself out of the baseline, so its scale does not depend on the number of known siblings."""
+"""Replacements for a preset's advantage with batch.gate = "release", where an answer may train before its siblings have
+rewards. They leave the answer itself out of the baseline, so their scale is the same for any number of siblings."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Preset:
     """The settings that an algorithm's name stands for."""
 
     policy: str
-    """`clip`, `sequence_clip`, `cispo` or `reinforce`."""
+    """Form of the policy loss: `clip`, `sequence_clip`, `cispo` or `reinforce`; `own` for a user's function."""
     advantage: str
     aggregate: Aggregate
     clip_low: float = 0.2
@@ -78,10 +78,11 @@ IMPORTANCE = {
     "sequence_tis": (0.0, 2.0),
     "sequence_mask": (0.5, 2.0),
 }
-"""Default bounds of the importance weight of a token or sequence, by correction."""
+"""Default lower and upper bound of the importance weight of a token or sequence, by off-policy correction."""
 HAVE_LEAST = ("icepop", "sequence_mask")
 HAVE_MOST = ("tis", "icepop", "sequence_tis", "sequence_mask")
-"""Corrections that `loss.min_importance` and `loss.max_importance` apply to."""
+"""Corrections with a lower bound (`HAVE_LEAST`, loss.min_importance) or an upper one (`HAVE_MOST`, loss.max_importance)
+of the importance weight."""
 
 
 class OptimizerConfig(Section):
@@ -106,16 +107,16 @@ class LossConfig(Section):
     """grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce, reinforce++ or ppo. Your own loss is `module:function` or
     `file.py:function`; see docs/algorithms.md."""
     advantage: str | None = None
-    """group, mean, leave_one_out, siblings, batch, gae, or your own function. Without it, the advantage of `name`, or
-    the nearest one that batch.gate allows. Your own function is `module:function` or `file.py:function`."""
+    """group, mean, leave_one_out, siblings, batch, gae, or your own function. Without it, the default of loss.name, or
+    the most similar that batch.gate allows. Your own function is `module:function` or `file.py:function`."""
     aggregate: Aggregate | None = None
-    """Aggregation of token losses: by token, by sequence, or by a constant. Without it, that of `name`."""
+    """Aggregation of token losses: by token, by sequence, or by a constant. Without it, the default of loss.name."""
     aggregate_tokens: int | None = Field(None, ge=1)
     """The constant of aggregate = "constant". Without it, rollout.max_new_tokens."""
     clip_low: float | None = free(None, gt=0, lt=1)
-    """Clipping distance of the probability ratio below 1. Without it, that of `name`."""
+    """Clipping distance of the probability ratio below 1. Without it, the default of loss.name."""
     clip_high: float | None = free(None, gt=0)
-    """Clipping distance of the probability ratio above 1. Without it, that of `name`."""
+    """Clipping distance of the probability ratio above 1. Without it, the default of loss.name."""
     dual_clip: float | None = free(None, gt=1)
     """Largest ratio of a token with a negative advantage. Without it, no limit."""
     ratio_max: float = free(5.0, ge=1)
@@ -171,7 +172,7 @@ class ResolvedLoss:
 
 
 def resolve_loss(config: Config) -> ResolvedLoss:
-    """Returns the loss keys that were given, and the preset's values for the others."""
+    """Returns the loss settings of a run: keys that were given, otherwise the values of the preset `loss.name`."""
     loss, preset = config.loss, config.loss.preset
     correction = loss.correction or _correction(config)
     low, high = IMPORTANCE[correction]
@@ -210,13 +211,13 @@ def _correction(config: Config) -> Correction:
 SERVED = ("vllm", "sglang")
 """Engines that run as a server process, perhaps in another Python environment."""
 ALONE_SHARE = 0.85
-"""Share of a GPU's memory for a server that has the GPU to itself, where engine.memory_share = "auto"."""
+"""Share of a GPU's memory for a server that has the GPU to itself, if engine.memory_share is "auto"."""
 MICROBATCH_TOKENS = 16384
-"""Tokens of a micro-batch where batch.tokens_per_microbatch = "auto" measures none."""
+"""Tokens of a micro-batch if batch.tokens_per_microbatch is "auto" and nothing is measured, as on a CPU."""
 MIN_GROUP = 2
 """Minimum and default of batch.min_group."""
 TESTING = "OFFBEAT_TESTING"
-"""Set to 1, this environment variable allows rollout.engine = "paced"."""
+"""Name of the environment variable that, set to 1, allows rollout.engine = "paced"."""
 
 
 def batch_arithmetic_holds(config: Config) -> None:
@@ -297,7 +298,8 @@ def engine_can_do_it(config: Config) -> None:
 
 
 def stale_kv_is_usable(config: Config) -> None:
-    """Raises if the engine drops keys and values at a load, or if no answer may span versions."""
+    """Raises `ValueError` if the engine drops keys and values when weights are loaded, or if no answer may span
+    versions."""
     engine, refused = config.rollout.engine, 'rollout.kv = "stale": allowed "same", "refill"'
     if engine == "paced":
         raise ValueError(f'{refused} with rollout.engine = "paced", which drops its KV cache when weights are loaded')
@@ -415,12 +417,12 @@ CHECKS = (
 
 
 class TaskConfig(Section):
-    """The keys of every source of prompts."""
+    """The keys that every source of prompts has."""
 
     weight: float = Field(1.0, gt=0)
-    """Share of prompts drawn from this source, relative to the others."""
+    """Share of prompts drawn from this source, relative to the other sources."""
     reward: str | None = None
-    """`exact`, `number`, `math`, `module:function` or `file.py:function`. Without it, the source's own."""
+    """`exact`, `number`, `math`, `module:function` or `file.py:function`. Without it, the default of the source."""
     system: str | None = None
     """System message, for models with a chat template."""
 
@@ -433,7 +435,7 @@ class ArithmeticTask(TaskConfig):
     tail: float = Field(0.0, ge=0, le=1)
     """Share of problems whose worked answer is long."""
     tail_median: int = Field(6, ge=2, le=64)
-    """Median number of lines of a long answer. The longest has 40."""
+    """Median number of lines of a long answer. The longest has 40 lines."""
     tail_sigma: float = Field(0.8, ge=0, le=2)
     """Log-normal spread of the lines of long answers."""
 
@@ -445,7 +447,7 @@ class GymTask(TaskConfig):
     options: dict[str, Any] = Field({})
     """Configuration of the data set."""
     chat: bool | None = None
-    """Apply the chat template to text prompts. Without it, whenever the model has one."""
+    """Apply the chat template to text prompts. Without it, true if the model has a template."""
 
 
 class FileTask(TaskConfig):
@@ -462,7 +464,7 @@ class FileTask(TaskConfig):
     answer: str | None = "answer"
     """Column with the right answer, which the reward receives."""
     chat: bool | None = None
-    """Apply the chat template to text prompts. Without it, whenever the model has one."""
+    """Apply the chat template to text prompts. Without it, true if the model has a template."""
     held_out: float = Field(0.05, ge=0, lt=1)
     """Share of rows held out for evaluation, chosen by a hash of their prompt."""
     shuffle: bool = True
@@ -475,14 +477,15 @@ class FunctionTask(TaskConfig):
     """`module:function` or `file.py:function`. It is called with (ordinal, seed, held_out) and returns a problem as a
     dict."""
     chat: bool | None = None
-    """Apply the chat template to text prompts. Without it, whenever the model has one."""
+    """Apply the chat template to text prompts. Without it, true if the model has a template."""
 
 
 AnyTask = Annotated[ArithmeticTask | GymTask | FileTask | FunctionTask, Field(discriminator="source")]
 
 
 DEFAULT_BOUND = 4
-"""Quality is known to hold at a staleness of up to 6 steps, and to suffer at 11."""
+"""Default staleness bound for schedule.mode = "overlap". Training is known to work as well at a staleness of up to 6
+steps, and to suffer at 11."""
 
 
 class RunConfig(Section):
@@ -529,7 +532,7 @@ class RewardConfig(Section):
     processes: int = free(1, ge=0, le=256)
     """Reward processes beside the coordinator. 0: only judges that join compute rewards."""
     timeout_s: float = free(10.0, gt=0)
-    """Time limit of one reward. Then its process is killed and the reward counts as failed."""
+    """Time limit of one reward. Then the reward process is killed, and the reward counts as failed."""
     max_failure_share: float = free(0.2, ge=0, le=1)
     """Largest share of failed rewards, among the latest; above it the run stops."""
     weights: dict[str, float] = Field({})
@@ -546,7 +549,7 @@ class BatchConfig(Section):
     """Answers per prompt, which are compared with each other."""
     gate: Literal["strict", "release", "batch"] = "strict"
     """Condition for training on an answer. strict: its whole group is scored. release: the answer itself is scored; its
-    baseline comes from the siblings scored by then. batch: the same, but the baseline comes from the batch."""
+    baseline comes from the siblings scored by then. batch: as release, but the baseline comes from the batch."""
     min_group: int = Field(MIN_GROUP, ge=MIN_GROUP)
     """Fewest scored answers with which a group is trained (gate = "strict")."""
     drop_no_signal: bool | None = None
@@ -562,22 +565,22 @@ class BatchConfig(Section):
 
     @property
     def assumed_tokens(self) -> int:
-        """Tokens of a micro-batch where none are measured."""
+        """Largest number of tokens of a micro-batch, where it is not measured on a GPU."""
         return MICROBATCH_TOKENS if self.tokens_per_microbatch == "auto" else self.tokens_per_microbatch
 
     @property
     def members(self) -> int:
-        """Answers that the ledger claims together: all of a prompt, or one."""
+        """Number of answers that the ledger claims together: with gate = "strict" all answers to a prompt, else one."""
         return self.group_size if self.gate == "strict" else 1
 
     @property
     def siblings(self) -> int:
-        """Ledger groups per prompt."""
+        """Number of ledger groups per prompt."""
         return self.group_size // self.members
 
     @property
     def claims_per_step(self) -> int:
-        """Ledger groups per step."""
+        """Number of ledger groups per step."""
         return self.groups_per_step * self.siblings
 
 
@@ -585,7 +588,7 @@ class ScheduleConfig(Section):
     mode: Literal["alternate", "overlap"] = "alternate"
     """alternate: generate, then train; overlap: workers never stop. With alternate and max_staleness above 0, answers
     that are unfinished when a batch is complete are continued with the next weights. With overlap, the trainer takes
-    what is finished."""
+    finished groups."""
     max_staleness: int | None = Field(None, ge=0, le=64)
     """Steps that a token may be older than the weights it trains. Without it, 0 for alternate and 4 for overlap."""
     over_provision: Annotated[float, Field(ge=1)] | Literal["auto"] | None = free(None)
@@ -593,8 +596,8 @@ class ScheduleConfig(Section):
     Without it, auto where max_staleness is 1 or more, otherwise 1."""
     new_version: Literal["interrupt", "finish"] = free("interrupt")
     """Effect of new weights on running answers (overlap). interrupt: answers continue with the new weights at once.
-    finish: answers end with the old weights, and the worker starts no others until it has the new ones. Slow answers
-    delay this."""
+    finish: answers end with the old weights, and the worker starts no others before it has loaded the new weights. Slow
+    answers delay this load."""
 
     @property
     def bound(self) -> int:
@@ -605,12 +608,12 @@ class ScheduleConfig(Section):
 
     @property
     def stops(self) -> bool:
-        """Whether generation stops when a batch is complete and unfinished answers are continued later."""
+        """Whether generation stops when a batch is complete, so that unfinished answers are continued later."""
         return self.mode == "alternate" and self.bound > 0
 
     @property
     def factor(self) -> float | Literal["auto"]:
-        """Groups in flight over groups per step."""
+        """Groups in flight, divided by groups per step; "auto": chosen from measurements."""
         if self.bound == 0:
             return 1.0
         return "auto" if self.over_provision is None else self.over_provision
@@ -618,9 +621,9 @@ class ScheduleConfig(Section):
 
 class ServeConfig(Section):
     host: str = free("127.0.0.1")
-    """Address that the coordinator listens on. Any other than loopback needs a certificate, or a proxy with one."""
+    """Address that the coordinator listens on. Other addresses than loopback need a certificate, here or in a proxy."""
     port: int = free(0, ge=0, le=65535)
-    """Port of the coordinator. 0: any free one, and the same again when the run is resumed."""
+    """Port of the coordinator. 0: any free port, which a resumed run keeps."""
     certificate: str | None = free(None)
     """PEM file with the coordinator's TLS certificate. plain: no TLS, within a private network. Workers then need
     --allow-plain."""
@@ -635,13 +638,13 @@ class ServeConfig(Section):
 
 class RolloutConfig(Section):
     workers: int | None = free(None, ge=0, le=64)
-    """Worker processes on this machine; others may join from elsewhere. Without it, one process does everything."""
+    """Worker processes on this machine; more may join from elsewhere. Without it, one process does everything."""
     engine: Literal["embedded", "vllm", "sglang", "paced"] = "embedded"
     """Inference engine: embedded, vllm or sglang. embedded: the model itself, in the worker. vllm, sglang: a server
     beside each worker, see [engine]."""
     kv: Literal["same", "refill", "stale"] = "same"
-    """KV cache when weights change. same: recomputed with the new weights. refill: the same, and every request computes
-    its own. stale: kept across a load (max_staleness of 1 or more)."""
+    """KV cache when weights change. same: recomputed with the new weights. refill: recomputed too, and no request uses
+    another's. stale: kept across a load (max_staleness of 1 or more)."""
     kv_lag: int = Field(1, ge=1)
     """Versions that a kept KV cache may lag behind (kv = "stale")."""
     slots: int = free(256, ge=1)
@@ -649,12 +652,12 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature in training; evaluation has its own. There is no top-p or top-k in training."""
     max_prompt_tokens: int = free(64, ge=1)
-    """Longest prompt. `long_prompts` decides what happens to longer ones."""
+    """Longest prompt, in tokens. `long_prompts` decides what happens to longer prompts."""
     long_prompts: Literal["error", "skip", "cut"] = free("error")
     """Treatment of prompts that are too long. error: the run does not start. skip: they are left out. cut: only the end
     of their text is kept. A long prompt that turns up after the start is left out instead of ending the run."""
     max_new_tokens: int = Field(32, ge=1)
-    """Longest answer; longer ones are cut."""
+    """Longest answer, in tokens; longer answers are cut."""
     max_attempts: int = free(3, ge=1)
     """Attempts at a task, retries included, before it fails."""
     lease_s: float = free(60.0, gt=0)
@@ -664,12 +667,12 @@ class RolloutConfig(Section):
 
 
 class EngineConfig(Section):
-    """The server of an engine that has one (vllm, sglang)."""
+    """The server of the engine vllm or sglang."""
 
     url: str | None = free(None)
-    """URL of a running server, used by one worker. Without it, every worker starts its own on this machine."""
+    """URL of a running server, used by one worker. Without it, every worker starts its own server on this machine."""
     python: str | None = free(None)
-    """Python of the environment with the engine. Without it, the one that runs Offbeat."""
+    """Python of the environment with the engine. Without it, the Python that runs Offbeat."""
     tensor_parallel: int = free(1, ge=1)
     """GPUs per server (tensor parallelism)."""
     memory_share: Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] = free("auto")
@@ -685,23 +688,23 @@ class EngineConfig(Section):
 
     @property
     def assumed_share(self) -> float:
-        """Share of a GPU's memory for a server that has the GPU to itself."""
+        """Share of a GPU's memory for a server that does not share the GPU with the trainer."""
         return ALONE_SHARE if self.memory_share == "auto" else self.memory_share
 
 
 class PacedConfig(Section):
-    """Speed of the paced engine, for tests."""
+    """Speed of the paced engine, which has no model and only waits, for tests."""
 
     base_s: float = free(0.01, ge=0)
-    """Seconds that a step takes besides those for its rows."""
+    """Seconds that a decode step takes, without the time for its rows (running answers)."""
     per_row_s: float = free(0.0002, gt=0)
-    """Seconds that each row adds."""
+    """Seconds that each row adds to a decode step."""
     prefill_s: float = free(0.0, ge=0)
-    """Seconds for each token that a new request brings."""
+    """Seconds for each prompt token of a new request."""
     load_s: float = free(0.0, ge=0)
-    """Seconds that new weights take."""
+    """Seconds that a load of new weights takes."""
     speed: float = free(1.0, gt=0)
-    """Divides all times of steps: 3 is three times as fast."""
+    """Divides the times of decode steps: 3 is three times as fast."""
     median_tokens: float = free(16.0, gt=0)
     """Median length of answers."""
     sigma: float = free(0.8, ge=0, le=3)
@@ -730,14 +733,14 @@ class CheckpointConfig(Section):
 
 class LedgerConfig(Section):
     keep_bodies: int | None = free(None, ge=0)
-    """Number of steps before the last checkpoint whose answers are kept. Without it, those of all steps."""
+    """Number of steps before the last checkpoint whose answers are kept. Without it, all answers are kept."""
     backup: str | None = free(None)
     """Folder or URL that gets a copy of the ledger with every checkpoint. A URL looks like s3://bucket/run."""
 
 
 class WeightsConfig(Section):
     deltas: Literal["auto", "always", "never"] = free("auto")
-    """Publish sparse, signed weight deltas. auto: where workers elsewhere can join; always: for all workers."""
+    """Publish sparse, signed weight deltas. auto: if workers on other machines can join; always: for all workers."""
     store: str | None = free(None)
     """Folder or URL for weights that all roles reach, such as s3://bucket/run. Without it, the coordinator serves the
     weights."""

@@ -32,12 +32,13 @@ def shown_value(value: Any) -> Any:
 
 
 def secrets_in(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values that hold a secret, by dotted key."""
+    """Returns the values in a configuration that hold a secret, by dotted key."""
     return {".".join(map(str, place)): value for place, value in leaves(data) if shown_value(value) != value}
 
 
 def restored(data: Mapping[str, Any], secrets: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of `data` with `secrets` (values by dotted key) put back, except where `data` has changed."""
+    """Returns a copy of `data` with `secrets` (values by dotted key) put back. A key whose value in `data` was changed
+    since keeps the changed value."""
     whole = copy.deepcopy(dict(data))
     for key, value in secrets.items():
         *parents, name = (int(part) if part.isdecimal() else part for part in key.split("."))

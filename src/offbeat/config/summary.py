@@ -10,7 +10,7 @@ import math
 from offbeat.config.schema import Config, resolve_loss
 
 BYTES_PER_PARAMETER = {"auto": 4, "float32": 4, "bfloat16": 2}
-"""Bytes per parameter of published weights, by dtype; for `auto`, the most it can take."""
+"""Bytes per parameter of published weights, by dtype; for `auto`, those of the larger dtype."""
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 """Bytes per parameter of a checkpoint: master weight and two moments, in float32."""
 VERSIONS_ON_DISK = 2
@@ -77,8 +77,9 @@ def count(number: int, noun: str) -> str:
 
 
 def microbatches_per_update(config: Config) -> int:
-    """Returns the number of micro-batches of an update, as if all prompts and answers had the greatest length. Answers
-    of a group share one copy of the prompt per micro-batch; answers that are claimed singly count as groups of one."""
+    """Returns the number of micro-batches of an optimizer update if all prompts and answers had the greatest length.
+    Answers of a group share one copy of the prompt per micro-batch. An answer that is claimed by itself counts as a
+    group."""
     batch, rollout = config.batch, config.rollout
     own, prompt = rollout.max_new_tokens - 1, rollout.max_prompt_tokens
     groups = batch.claims_per_step // batch.updates_per_step
@@ -119,8 +120,8 @@ def _checkpoints(config: Config) -> str:
 
 
 def disk_bytes(config: Config, num_parameters: int | None) -> dict[str, int]:
-    """Returns the most bytes that a run's files take, by kind of file. Leaves out weights and checkpoints if
-    `num_parameters` is None, and for adapters, which are small."""
+    """Returns the largest number of bytes that a run's files take, by kind of file. Weights and checkpoints are left
+    out if `num_parameters` is None, and for adapters, which are small."""
     num_samples = config.run.steps * config.batch.groups_per_step * config.batch.group_size
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     trajectories = num_samples * (TRAJECTORY_BYTES + TRAJECTORY_BYTES_PER_TOKEN * longest)

@@ -1,7 +1,7 @@
-"""Finds signs in a run's metrics that it does not learn, and advises once on each what to change.
+"""Finds signs in a run's metrics that the run does not learn, and advises once on each sign what to change.
 
 Takes rows and returns advice, without I/O or a clock. A finding needs several steps in a row, so that chance alone
-rarely makes one. A run that has nearly solved its task may show the same signs, but gets no advice.
+rarely makes a finding. A run that has nearly solved its task may show the same signs, but gets no advice.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from typing import Any, NamedTuple
 Row = Mapping[str, Any]
 
 FIRST_STEPS, MIN_ANSWERS = 3, 24
-"""Steps and answers after which a reward that never varied is a finding: at a success rate of one in ten, 24 answers
-are all wrong in 8 % of runs."""
+"""Numbers of steps and answers after which a reward that never varied is a finding. If one answer in ten is right, the
+first 24 answers are all wrong in 8 % of runs."""
 STEPS, FEW_STEPS, MANY_STEPS = 5, 3, 10
 """Numbers of consecutive bad steps that make a finding. `FEW_STEPS` is for figures that hardly vary by chance.
 `MANY_STEPS` is for figures that may look bad for a while in a healthy run, such as the entropy. `STEPS` is for all
 others."""
 LOW_SIGNAL = 0.05
-"""Share of samples with an advantage below which a step teaches next to nothing."""
+"""If a smaller share of a step's samples has an advantage other than 0, the step teaches next to nothing."""
 SOLVED = 0.1
-"""A task counts as solved if the mean reward is this close to the best one, as a share of the distance between the best
-and the worst reward."""
+"""A task counts as solved if the mean reward is this close to the best reward so far. The unit is the distance between
+the best and the worst reward."""
 MOST_CUT, MANY_CUT = 0.8, 0.5
 """Shares of answers cut at the length limit: a share above the first is a finding after `FEW_STEPS` steps, above the
 second after `MANY_STEPS`. A healthy run was above 0.5 for four steps and reached 0.73, while its model tried out longer
 answers."""
 COLLAPSED, MIN_ENTROPY = 0.05, 0.02
-"""Limits for the entropy: the first as a share of the entropy in the first steps, the second absolute. If the entropy
-is below both, answers hardly vary any more. A healthy run went down to a share of 0.04 and an entropy of 0.05."""
+"""Limits for the entropy: the first relative to the entropy in the first steps, the second absolute. If the entropy is
+below both, answers hardly vary any more. A healthy run went down to 0.04 of its first entropy, and to 0.05."""
 MANY_MASKED = 0.5
-"""Share of a step's tokens that is not trained, or that the correction rejects, above which most work is wasted."""
+"""If a larger share of a step's tokens is not trained, or is rejected by loss.correction, most work is wasted."""
 NO_WORKER_S = 180.0
-"""Seconds without a worker; starting a vLLM server with a large model takes two minutes."""
+"""Seconds without a worker that are a finding; starting a vLLM server with a large model takes two minutes."""
 
 
 class Advice(NamedTuple):
@@ -50,7 +50,7 @@ def right_answer_earns(
 ) -> Advice | None:
     """Returns advice if the right answer earned 0 in the trial of a reward. `answer` is the right answer to a problem
     of `task`, found at `place`, and `value` its reward. `empty` is the reward of an empty response (None: unknown). If
-    that is less than 0, there is no advice, because 0 may be the best reward."""
+    `empty` is less than 0, there is no advice, because 0 may be the best reward."""
     if not answer or value != 0 or (empty is not None and empty < 0):
         return None
     shown = answer if len(answer) <= 40 else f"{answer[:40]}..."
@@ -72,7 +72,8 @@ class Keys:
 
 
 class Adviser:
-    """Watches a run's rows and returns new advice. `said`: names of findings on which the run has had advice."""
+    """Watches a run's rows of metrics and returns new advice. `said` are the names of findings on which the run has had
+    advice already, as before a resume."""
 
     def __init__(self, keys: Keys, run: str, said: Iterable[str] = ()):
         self.keys, self.run, self._said = keys, run, set(said)
@@ -83,7 +84,8 @@ class Adviser:
         self._best, self._worst = -math.inf, math.inf
 
     def step(self, row: Row) -> list[Advice]:
-        """Judges the row of the next step. Figures that are not in the row, as in an older Offbeat, are not judged."""
+        """Returns new advice on the row of the next step. Figures that the row lacks, as in a run of an older Offbeat,
+        are not judged."""
         row = {key: value for key, value in row.items() if isinstance(value, (int, float)) and math.isfinite(value)}
         if "reward" not in row:
             return []
@@ -162,13 +164,14 @@ class Adviser:
             )
 
     def _lasts(self, name: str, is_so: bool, num_steps: int) -> bool:
-        """Notes whether figure `name` is bad in this step; returns whether it was bad in each of the last
-        `num_steps`."""
+        """Notes whether the figure `name` is bad in this step (`is_so`). Returns whether it was bad in each of the last
+        `num_steps` steps."""
         self._streaks[name] = self._streaks[name] + 1 if is_so else 0
         return self._streaks[name] >= num_steps
 
     def _signal(self, row: Row) -> float:
-        """Returns the share of samples with an advantage among all samples with a reward, including dropped groups."""
+        """Returns the share of samples whose advantage is not 0, among all samples with a reward, including samples of
+        groups that were dropped without a signal."""
         num_samples, num_dropped = max(row.get("samples", 0), 1), row.get("dropped_no_signal", 0) * self.keys.group_size
         return row.get("signal_share", 1.0) * num_samples / (num_samples + num_dropped)
 

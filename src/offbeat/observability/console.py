@@ -2,7 +2,7 @@
 
 `rich` draws on a terminal, `plain` writes lines for a log, `quiet` prints only alarms. Terminals wider than 80 columns
 show more figures than a log; a missing figure is blank. If steps follow faster than a person reads, some get no line;
-evaluations, the first step and the last step always get one. `offbeat.observability.notebook` has the console of
+evaluations, the first step and the last step always get a line. `offbeat.observability.notebook` has the console of
 notebooks.
 """
 
@@ -25,10 +25,10 @@ Clock = Callable[[], float]
 
 RICH_LINE_EVERY_S = 1.0
 PLAIN_LINE_EVERY_S = 5.0
-"""Shortest time between two lines; longer than on a terminal, because a log should not have a line for every step."""
+"""Shortest times between two lines on a terminal and in a log. A log should not have a line for every short step."""
 FIRST_SIGN_S, SIGN_EVERY_S = 10.0, 30.0
-"""Seconds of silence after which a log gets a line about what the run is doing: first before the first step's line,
-then after it."""
+"""Seconds of silence after which a log gets a line about what the run is doing. The first number is for the time before
+the first step's line, the second for the time after it."""
 PLAIN_WIDTH = 80
 FIRST_STEPS, LAST_STEPS = 3, 10
 """Numbers of steps over which a run's first and last reward are averaged. One step is too noisy; the first number is
@@ -110,7 +110,7 @@ class Console(Protocol):
 
     def step(self, row: Row) -> None: ...
     def doing(self, text: str) -> None:
-        """Shows what the run is doing within a step. Called about once a second."""
+        """Shows what the run is doing within a step. The caller calls it about once a second."""
         ...
 
     def note(self, text: str) -> None:
@@ -202,7 +202,7 @@ class PlainConsole(Console):
                 self._print(f"{name:<10} {text}")
 
     def _print(self, text: str) -> None:
-        """Prints a line. A line that cannot be written, as on a full disk, is lost; its figures are in the run's
+        """Prints a line. If it cannot be written, as on a full disk, it is dropped; its figures are in the run's
         files."""
         self.last_s = self.clock()
         try:
@@ -214,8 +214,8 @@ class PlainConsole(Console):
 
 
 class LineDue:
-    """Decides which steps the console shows: at most one per `every_s` seconds, besides evaluations and the last
-    step."""
+    """Decides which steps the console shows: at most one step per `every_s` seconds, and always evaluations and the
+    last step."""
 
     def __init__(self, num_steps: int, every_s: float, clock: Clock):
         self.num_steps, self.every_s, self.clock = num_steps, every_s, clock

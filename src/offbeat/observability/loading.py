@@ -1,5 +1,5 @@
-"""Shows what a run does before its first step: in one line on a terminal, which is rewritten, or a few lines of a
-log."""
+"""Shows what a run does before its first step: on a terminal in one line, which is rewritten, in a log in a few
+lines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Stage = Callable[[str], None]
 
 TERMINAL_EVERY_S = 0.5
 LOG_AFTER_S, LOG_EVERY_S = 2.0, 15.0
-"""In a log, a stage is named once it has taken this long, and again at this interval."""
+"""In a log, a stage is named once it has taken `LOG_AFTER_S` seconds, and again every `LOG_EVERY_S` seconds."""
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Reads a run's files of JSON lines: metrics, without the rows that a resume undid, and events.
 
-A row's `step` counts finished steps: the row of step 3 is about the third step and its weights; the row of step 0, if
-there is one, is an evaluation before training. After a resume from an older checkpoint, steps that are trained again
-are written again with a higher `attempt`; `survivors` keeps the latest attempt at each step.
+A row's `step` counts finished steps: the row of step 3 is about the third step and its weights. A row of step 0 is an
+evaluation before training. After a resume from an older checkpoint, steps that are trained again are written again with
+a higher `attempt`; `survivors` keeps the latest attempt at each step.
 
 A line that is not a valid row, such as one left by a broken disk or another program, is skipped with one warning.
 """
@@ -20,11 +20,11 @@ Row = dict[str, Any]
 FIGURES = ("reward", "seconds", "samples", "tokens", "eval_")
 """Prefixes of the names of the figures that the summary and the plot use, which must be numbers."""
 _warned: set[tuple[Path, int]] = set()
-"""Lines already warned about, as file and line number, because files are read more than once."""
+"""Lines (file and line number) about which a warning was printed. Files are read more than once."""
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """Returns the rows of a metrics file, one per step, without those that a resume undid; empty without a file."""
+    """Returns the rows of a metrics file, one per step, without rows that a resume undid; empty without a file."""
     return survivors(read_rows(path, _metrics_trouble))
 
 

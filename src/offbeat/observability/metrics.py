@@ -73,7 +73,7 @@ ALARMS = {
 }
 """Events that a person should act upon, with their texts on the console."""
 SHOWN_ONCE = ("logprob_gap", "clamped")
-"""Alarms that may come at every step. The console shows only the first of each kind; events.jsonl has all."""
+"""Kinds of alarms that may come at every step. The console shows only the first of each kind; events.jsonl has all."""
 
 
 class Reporter:
@@ -114,8 +114,8 @@ class Reporter:
             self.event("advice", about=advice.about, text=advice.text)
 
     def doing(self, text: str, num_workers: int) -> None:
-        """Shows what the run is doing now, and advises if no worker has been present for long. Called about once a
-        second."""
+        """Shows what the run is doing now, and gives advice if no worker has been present for long. The caller calls it
+        about once a second."""
         now_s = time.monotonic()
         if num_workers:
             self._seen_worker_s = now_s
@@ -138,7 +138,8 @@ class Reporter:
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Writes, shows and sends the row of a step (see `step_row`), with speeds added. `failures` in `row` counts the
-        failed samples of the whole run so far; the row that is written counts those since the previous step."""
+        failed samples since the coordinator started; in the row that is written, it counts those since the previous
+        step."""
         num_failed = row["failures"]
         failures, self._num_failed = num_failed - self._num_failed, num_failed
         if failures == num_failed > 0:
@@ -169,7 +170,8 @@ class Reporter:
 
     def finish(self, *, seconds: float, stopped_by: str | None, counts: Counts) -> dict[str, Any]:
         """Writes, shows and returns the run's summary, and draws reward.png, both without steps that a resume undid.
-        `seconds` is the time since the run was last started or resumed; `stopped_by` is None if the run finished."""
+        `seconds` is the time since the run was last started or resumed. `stopped_by` names the signal or request that
+        ended the run early; None: it finished."""
         rows = read_metrics(self.folder.metrics_file)
         before = [row for row in rows if "reward" in row and row.get("attempt", 1) < self.folder.attempt]
         finished = stopped_by is None
@@ -201,8 +203,8 @@ class Reporter:
 
 
 def step_row(report: StepReport, spans: Mapping[str, float], num_siblings: int) -> dict[str, Any]:
-    """Returns the trainer's figures of a step, for its row in metrics.jsonl. `spans` holds seconds by name of a part of
-    the step; `num_siblings` is the number of groups drawn for each prompt."""
+    """Returns the trainer's figures of a step, for its row in metrics.jsonl. `spans` holds the seconds that each part
+    of the step took, by name; `num_siblings` is the number of groups drawn for each prompt."""
     members = [member for group in report.batch.groups for member in group.members]
     rewards = np.array([member.reward for member in members])
     lengths = np.array([member.trajectory.num_tokens for member in members])
@@ -238,10 +240,11 @@ def step_row(report: StepReport, spans: Mapping[str, float], num_siblings: int) 
 
 
 def _siblings_row(batch: Batch, num_siblings: int) -> dict[str, float]:
-    """Returns figures about siblings, the other answers to the same prompt. `lone_share` is the share of answers of
-    which no sibling had a reward when the batch was claimed. `early_share` is the share of answers of which at least
-    one sibling had none, called early. `early_length` is the mean length of early answers, if there are any, relative
-    to that of all answers."""
+    """Returns figures about siblings (other answers to the same prompt) at the time when the batch was claimed.
+
+    `lone_share` is the share of answers without any sibling that had a reward. An answer is early if some of its
+    siblings had no reward yet: `early_share` is the share of early answers. `early_length` is their mean length divided
+    by the mean length of all answers; it is left out if no answer is early."""
     num_here = Counter(group.prompt for group in batch.groups)
     num_known = np.array([num_here[group.prompt] + len(group.earlier) for group in batch.groups])
     lengths = np.array([member.trajectory.num_tokens for group in batch.groups for member in group.members])

@@ -30,7 +30,7 @@ STYLE = "font-family: monospace; white-space: pre; line-height: 1.35; overflow-x
 
 
 class NotebookConsole(Console):
-    """Console in a notebook's cell. Every update replaces the one before, so even a long run leaves one output."""
+    """Console in a notebook's cell. Every update replaces the previous one, so even a long run has only one output."""
 
     def __init__(self, num_steps: int, *, has_workers: bool = False, clock: Clock = time.monotonic):
         from IPython.display import display

@@ -18,8 +18,8 @@ INK, TRAIN, EVAL, GRID = "#3a3f47", "#3b7dd8", "#d8662b", "#e6e8eb"
 NUM_WINDOWS = 25
 """The running mean spans 1 / `NUM_WINDOWS` of the run, which smooths the curve without flattening it."""
 MIN_SPAN = 0.02
-"""If the rewards span less than this, the axis spans about 1 (0 to 1 if they lie there), so that a constant reward
-looks constant."""
+"""If the largest and smallest reward differ by less than this, the reward axis spans about 1. It shows 0 to 1 if all
+rewards lie there. A constant reward then looks constant."""
 
 
 def plot_rewards(rows: Sequence[Row], picture: Path, title: str = "") -> bool:
@@ -74,7 +74,7 @@ def draw_rewards(rows: Sequence[Row], title: str = "") -> Figure | None:
 
 
 def window_of(num_steps: int) -> int:
-    """Returns the number of steps that a running mean spans: odd, and 1 in a short run."""
+    """Returns the number of steps that a running mean spans: an odd number, which is 1 in a short run."""
     return max(1, num_steps // NUM_WINDOWS) // 2 * 2 + 1
 
 

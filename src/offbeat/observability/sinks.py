@@ -1,9 +1,9 @@
 """Sends metrics to the sinks in `log.sinks` (TensorBoard, Weights & Biases or trackio), and to callbacks and loggers
 that were given from Python.
 
-A row is written to the run's own files before it is sent. A sink that raises is named in one line and gets no more
-rows; the run goes on. A sink's package is imported only if the sink is used; if it is missing, an error with the
-command that installs it is raised before any work begins.
+A row is written to the run's own files before it is sent. If a sink raises an error, one line names the sink, it gets
+no more rows, and the run goes on. A sink's package is imported only if the sink is used. If the package is missing, an
+error with the command that installs it is raised before any work begins.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ STOP: Final = Verdict.STOP
 
 
 def send(row: Mapping[str, Any], sinks: list[Sink], alarm: Callable[[str], None]) -> None:
-    """Sends a row to all sinks; removes a sink that raises from the list, and says so by `alarm`."""
+    """Sends a row to all sinks. A sink that raises an error is removed from the list, and `alarm` is called with a text
+    about it."""
     for sink in list(sinks):
         try:
             sink.log(row)
@@ -53,7 +54,7 @@ def send(row: Mapping[str, Any], sinks: list[Sink], alarm: Callable[[str], None]
 
 class GivenSink:
     """A callback (a function) or a logger (an object with `log` and perhaps `close`) that was given from Python. It
-    gets a copy of every row, of steps and of evaluations. If it returns `STOP`, `stop` is called with its name."""
+    gets a copy of every row of a step or an evaluation. If it returns `STOP`, `stop` is called with its name."""
 
     def __init__(self, given: Any, stop: Callable[[str], object], *, is_logger: bool):
         kind = "logger" if is_logger else "callback"

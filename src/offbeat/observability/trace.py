@@ -1,9 +1,9 @@
-"""Spans of time: seconds by name for each step, and a trace for Perfetto or chrome://tracing.
+"""Spans (named stretches of time): their seconds by name for each step, and a trace for Perfetto or chrome://tracing.
 
 `trace.json` is in the array form of Chrome's trace format. `close` writes the closing bracket of the array; viewers
-also accept a file without it. The file stops growing at `max_bytes`, with a mark at its end. Concurrent spans of this
-process are shown in separate lanes: at any time a lane holds one span and the spans inside it. Spans that others
-report, such as those of workers, are shown in a track by name.
+also accept a file without the bracket. The file stops growing at `max_bytes`, with a mark at its end. Concurrent spans
+of this process are shown in separate lanes, which are rows of the viewer: at any time a lane holds one span and the
+spans inside it. Spans of another process, such as a worker, are shown in a lane of its own, called its track.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ MAX_TRACE_BYTES = 64 << 20
 """Default size limit of a trace: about half a million spans, which viewers can still open easily."""
 
 _lane: ContextVar[tuple[int, object] | None] = ContextVar("lane", default=None)
-"""Lane (row in the viewer) of the current span, and its owner (thread and task). A task that is started inside a span
-inherits this value; the owner shows that the task needs its own lane."""
+"""Lane (row in the viewer) of the current span, and the span's owner (thread and asyncio task). A task that is started
+inside a span inherits this value, but has another owner, and therefore gets its own lane."""
 
 
 EMPTY, OPENED, CLOSED = b"[\n", b",\n", b"\n]\n"
 """Content of a file without spans; the end of a file to which spans may be added; and the end of a closed file."""
 NUM_OWN_LANES = 10_000
-"""Lane numbers from this on are tracks of spans that others report."""
+"""Lane numbers from this number on are tracks, for spans that other processes report."""
 
 
 class Trace:
-    """Records spans, which are named stretches of time, from any thread or asyncio task. Viewers show the spans of this
-    process as `name`."""
+    """Records spans (named stretches of time) from any thread or asyncio task. Viewers show `name` beside the lanes of
+    this process."""
 
     def __init__(self, path: Path, *, name: str = "trainer", max_bytes: int = MAX_TRACE_BYTES):
         self._name = name

@@ -52,7 +52,7 @@ class Training:
     """Time of a training step on the chosen nodes."""
     publish_s: float
     stages: tuple[tuple[Group, ...], ...]
-    """Cards of each tensor-parallel group, by pipeline stage and in ring order."""
+    """Cards of each tensor-parallel group, by pipeline stage, in the order of the stage's gradient ring."""
     price_per_million_tokens: float
     why: str
 
@@ -75,11 +75,11 @@ class Pool:
     """Tokens per second of one replica while it generates."""
     token_s: float
     blocking_s: float
-    """Seconds of generation lost at each new version. With staleness bound 0 this includes the rewards, training and
-    the transfer of the version."""
+    """Seconds of generation that a replica loses at each new version. With staleness bound 0, where generation waits
+    for training, this includes the time for rewards, training and the transfer of the version."""
     places: tuple[Group, ...]
     price_per_million_tokens: float
-    """Price of generation; 0 on the gang's nodes, whose price counts as training."""
+    """Price of a million generated tokens; 0 on nodes of the training gang, whose price counts as training."""
     why: str
     shares_gang: bool = False
     """Whether the pool runs on the gang's nodes and generates while they do not train."""
@@ -108,7 +108,7 @@ class Staleness:
     """Expected mean staleness of the training data, in versions."""
     tail_tokens: float
     tail_share: float
-    """Share of answers longer than `tail_tokens`, which continue over several versions."""
+    """Share of answers that are longer than `tail_tokens`. These continue over several versions."""
 
 
 @dataclass(frozen=True)

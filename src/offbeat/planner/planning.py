@@ -1,7 +1,7 @@
 """Finds the best plan for machines and a workload (`plan`).
 
-If the chosen nodes turn out slower than assumed, the problem is solved again (`rounds`). `compose` builds the plan of a
-placed solution by arithmetic alone, so that `verifying` can build it again and compare.
+If the chosen nodes turn out slower than assumed, the problem is solved again (`rounds`). `compose` builds the plan from
+a solution and its nodes by arithmetic alone, so that `verifying` can build it again and compare.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def rounds(placer: Placer, first: Result, solve: Solve, by: float = TOLERANCE) -
     """Chooses nodes for the solution `first`. As long as the chosen nodes are slower than assumed, solves the problem
     again with their times. Returns all solutions, each with its nodes.
 
-    Columns (candidate gangs and replica shapes) assume the best links. If the chosen nodes lengthen the period by more
-    than the share `by`, their times replace the gang's step time and the lags of the classes. Every other gang with a
-    shorter period gets its step time on the best nodes for it. Times only grow, so the first lower bound always
-    holds."""
+    Columns (candidate gangs and replica shapes) assume the best links. The chosen nodes may lengthen the period by more
+    than the share `by`. The problem then gets their step time and lags (times until a class has a new version). Every
+    other gang with a shorter period gets its step time on the best nodes for it. Times only grow, so the first lower
+    bound always holds."""
     problem, result, found = placer.problem, first, list[Round]()
     while result.solution is not None:
         placing = placer.place(result.solution)
@@ -153,7 +153,7 @@ def compose(
     throughput: float | None,
     note: str,
 ) -> Plan:
-    """Builds the plan of a placed solution: prices, places and expected staleness."""
+    """Builds the plan of a solution whose nodes are chosen (`placing`): prices, cards and expected staleness."""
     problem, tree = placing.problem, placing.tree
     gang = problem.gang(solution)
     solution = dataclasses.replace(solution, tau_s=placing.tau_s)
@@ -201,7 +201,7 @@ def held_out_error(inventory: Inventory, constants: Constants) -> float | None:
 
 
 def _common(column: Gang | RolloutColumn, record: type[Training | Pool]) -> dict[str, Any]:
-    """Returns the values of the fields that `column` shares with `record` (a dataclass of the plan), by name."""
+    """Returns the values of those attributes of `column` that are also fields of `record`, a dataclass of the plan."""
     return {each.name: getattr(column, each.name) for each in dataclasses.fields(record) if hasattr(column, each.name)}
 
 

@@ -1,8 +1,8 @@
 """The planning problem in numbers: offers, columns and demand; the only input of the integer program and its checker.
 
-A *column* is one way to use machines, with the speed that the cost model predicts: a shape of rollout replica on one
-class, or a training gang on whole nodes of one or several classes. A plan has a number of replicas of each rollout
-column and exactly one gang.
+An *offer* is a class of identical nodes that can be rented. A *column* is one way to use machines, with the speed that
+the cost model predicts: a shape of rollout replica on one class, or a training gang on whole nodes of one or several
+classes. A plan has a number of replicas of each rollout column and exactly one gang.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ class RolloutColumn:
     """Seconds from a version's publication until this class has it, by the class that publishes; a missing class means
     0. `Demand.lag_s` is added to it."""
     lag_over_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Lags of versions that a third class relays, by publishing class, then by relaying class. Holds only lags shorter
-    than the direct one. A class relays only if the plan uses its nodes. Used only with a staleness bound above 0."""
+    """Like `lag_s`, but for versions that a third class relays: by publishing class, then by relaying class. Holds only
+    lags shorter than the direct one. A class relays only if the plan uses its nodes. Used only with a staleness bound
+    above 0."""
     room_bytes: float | None = None
-    """For replicas on the gang's own nodes (only with staleness bound 0): bytes left on each card for the gang's
-    training state. None for replicas on nodes of their own."""
+    """Bytes left on each card for the gang's training state, for replicas on the gang's own nodes (only with staleness
+    bound 0). None for replicas on other nodes."""
 
     @property
     def is_home(self) -> bool:
@@ -73,7 +74,7 @@ class Gang:
 
     name: str
     nodes: Mapping[str, int]
-    """Number of nodes by offer."""
+    """Number of nodes by offer (class of nodes)."""
     root: str
     """Class that publishes the weights."""
     step_s: float
@@ -106,25 +107,25 @@ class Demand:
     bound: int
     """Staleness bound, `max_staleness` in the configuration."""
     queue: float = 0.0
-    """Finished trajectories that should be waiting to be trained."""
+    """Number of finished trajectories that should wait for training, as a buffer; they lower the in-flight cap."""
     tail_tokens: float = 0.0
-    """Length of a long answer that must be in time for training, which means that it fits into the age window; 0: no
-    age window.
+    """Length in tokens of a long answer that must end within the age window; 0: no age window.
 
+    The age window is the time in which an answer must end, so that the staleness bound still allows training on it.
     Step k starts after k periods and publishes version k + 1 after `Gang.period_s`. After the lag, replicas start
     answers with that version for one period. Step k + 1 + `bound` is the last that may train on these answers. The
-    first of them therefore has `bound` + 1 periods, less the gang's period and the lag. The last of them has one period
-    less. The age window is the time that the first one has, less `age_guard` periods."""
+    first of these answers therefore has `bound` + 1 periods, less the gang's period and the lag; the last answer has
+    one period less. The age window is the time of the first answer, less `age_guard` periods."""
     age_guard: float = 0.5
-    """Periods taken off the age window: 1 guarantees the staleness bound for every answer of `tail_tokens` tokens, 1/2
-    for the average one."""
+    """Periods taken off the age window. 1 guarantees the staleness bound for every answer of `tail_tokens` tokens, 1/2
+    only for the average answer of that length."""
     lag_s: float = 0.0
     """Seconds to compute the reward of an answer before it can be trained on; the same for all columns."""
     reward_rate: float | None = None
     """Trajectories per second that the reward pool can score; None: no limit."""
     headroom: float = 0.0
-    """Share by which the fastest plan should generate more tokens, and end long answers earlier, than demanded, if that
-    costs neither speed nor money."""
+    """Share by which the fastest plan should exceed the demand for tokens, and end long answers early, if that costs
+    neither speed nor money."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ def evaluate_run(
     functions: Functions | None = None,
 ) -> dict[str, float]:
     """Returns mean@k and pass@k of a run's newest weights on the run's own tasks. `prompts` and `samples` replace
-    `eval.prompts` and `eval.samples`; `reward` and `functions` are those that the run was given from Python."""
+    `eval.prompts` and `eval.samples`. `reward` and `functions` (which make prompts) are what the run was given from
+    Python."""
     given = {"eval.prompts": prompts, "eval.samples": samples, "run.name": "none"}
     words = [f"--{key}={value}" for key, value in given.items() if value is not None]
     if reward is None:
@@ -43,8 +44,8 @@ def evaluate_run(
 
 
 def check_rewards(run: Path, config: Config, functions: Functions | None = None) -> None:
-    """Raises `UserError` if the run has a reward that was given from Python, so that its config.json does not name it.
-    `functions` are the run's sources of prompts from Python."""
+    """Raises `UserError` if the run was trained with a reward function from Python, which its config.json cannot name.
+    `functions` are functions from Python that make the run's prompts, by `task.path`."""
     begun = [event["value"] for event in read_events(run / EVENTS) if event["event"] == "rewards" and "value" in event]
     own = {name: member.reward for name, member in wiring.make_mixture(config, None, functions, run).members.items()}
     if begun and (missing := [str(reward) for name, reward in begun[-1].items() if own.get(name) != reward]):
@@ -69,8 +70,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Returns mean@k and pass@k of the model `model.path`; section `eval` sets prompts, samples, temperature and top_p.
 
-    `reward` replaces the tasks' rewards; for `functions` and `home` see `build_mixture`. Rewards log to a temporary
-    file, which is kept unless it is empty.
+    `reward` replaces the tasks' rewards. `functions` are functions from Python that make prompts, by `task.path`.
+    `home` is the folder of the run that holds rows given from Python. Rewards log to a temporary file, which is kept
+    unless it is empty.
     """
     descriptor, name = tempfile.mkstemp(prefix="offbeat-eval-", suffix=".log")
     os.close(descriptor)

@@ -54,8 +54,8 @@ def export_run(run: Path, folder: Path, *, adapter_alone: bool = False) -> int:
 
 
 def adapter_folder(run: Path) -> Path | None:
-    """Returns the folder of a run's newest adapter; None if the run trains all weights, or stores the adapter in
-    pieces."""
+    """Returns the folder of a run's newest adapter. Returns None if the run trains all weights, or if the adapter is
+    stored only in pieces, as a remote trainer sends it."""
     folder = WeightFolder(run / "weights").path(_latest_version(run)[0].number)
     return folder if (folder / ADAPTER_FILE).is_file() else None
 
@@ -142,6 +142,6 @@ def _write_adapter(run: Path, version: Version, folder: Path) -> None:
 
 
 def read(version: Version) -> dict[str, Tensor]:
-    """Reads the tensors of a version; raises `WeightsError` if their digest is not the version's published one."""
+    """Reads the tensors of a version. Raises `WeightsError` if their digest differs from the published digest."""
     verify(version)
     return load_file(weights_file(version.path))

@@ -1,7 +1,7 @@
 """Checks a user's loss or advantage on made-up data for the properties that training relies on.
 
-A loss is tried as training uses it: tokens are cleaned first; then the loss of each trained token is multiplied by a
-weight and summed. The checks look at the losses and at the gradient of that sum.
+A loss is tried as training uses it. First `clean` sets all numbers of untrained tokens to 0; then the loss of each
+trained token is multiplied by a weight and summed. The checks look at the losses and at the gradient of that sum.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LENGTHS = (5, 1, 7, 3, 4, 6)
 CLOSE = 1e-4
 """Tolerance, relative to the largest value: above rounding errors of float32, below a real effect."""
 FAR = (20.0, 100.0)
-"""Differences between log-probs to try: the bound that `Tokens` sets, and more than float32 can exponentiate."""
+"""Differences between log-probs to try: the bound on log-ratios in `Tokens`, and more than float32 can exponentiate."""
 GROUPS = np.array([7, 3, 7, 11, 3, 7, 5, 11, 3, 7])
 REWARDS = np.array([1.0, 0.0, 0.25, 0.5, 1.0, 0.0, 0.7, -0.5, 0.3, 0.1])
 EQUAL = (0.0, 0.1, 1 / 3, 1e6 + 0.1)

@@ -1,7 +1,7 @@
 """Times this machine for calibration: decode steps and prefill of the embedded engine, and a training step.
 
 All sizes are timed in several rounds, and the fastest time of each counts, because other processes only add time. The
-context of a decode step is the number of tokens that attention reads, rounded up to whole buckets.
+context of a decode step is the number of tokens that attention reads, rounded up to a multiple of `READ_BUCKET_TOKENS`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STEPS_PER_CELL = 6
 KV_SHARE_OF_FREE = 0.5
 """Share of the free memory for the KV cache; logits, prefill and torch itself need the rest."""
 CONTEXT_SHARES = (0.12, 0.5, 0.9)
-"""Context lengths to time, as shares of the longest one; the last share leaves room for the timed steps."""
+"""Context lengths to time, as shares of the longest context; the last share leaves room for the timed decode steps."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ def measure(
 def _measure_engine(
     path: str, shape: ModelShape, dtype: torch.dtype, device: torch.device, name: str, sizes: Sizes
 ) -> tuple[list[Measurement], int]:
-    """Times decode and prefill; returns the measurements, and the middle context length, for timing training."""
+    """Times decode and prefill; returns the measurements, and the middle context length, with which to time
+    training."""
     model = load_model(path, dtype, device)
     contexts = sizes.contexts(context_window(model.config))
     if len(set(contexts)) < len(contexts):
@@ -130,7 +131,8 @@ class _Timer:
     name: str
 
     def decode(self, rows: int, context: int) -> Measurement:
-        """Times decode steps alone. Prompts are equal, so one is prefilled and the others copy its KV cache."""
+        """Times decode steps alone. All prompts are equal, so one prompt is prefilled and the others copy its KV
+        cache."""
         self._submit(rows, context, KvMode.SAME)
         self._step_s()
         seconds = self._median_step_s()
@@ -139,8 +141,8 @@ class _Timer:
         return Measurement("decode", self.name, seconds, rows=rows, context=statistics.mean(read))
 
     def prefill(self, rows: int, context: int) -> Measurement:
-        """Times prefill: the time of the first step, which prefills all but the last token of each row, minus that of a
-        later step."""
+        """Times prefill: the time of the first decode step, which also prefills all but the last token of each row,
+        minus the time of a later decode step."""
         self._submit(rows, context, KvMode.REFILL)
         seconds = max(self._step_s() - self._median_step_s(), 1e-9)
         self.stepper.abort(None)
@@ -255,8 +257,8 @@ def _measured_cpu(given: Figures) -> Figures:
 
 
 def _cpu_flops() -> float:
-    """Returns the CPU's float32 operations per second on an idle machine, as the rate of one thread by CPU time, times
-    the number of threads."""
+    """Returns the CPU's float32 operations per second on an idle machine: operations per second of CPU time of one
+    thread, times the number of threads."""
     one, other = torch.rand(SQUARE, SQUARE), torch.rand(SQUARE, SQUARE)
     with _one_thread() as num_threads:
         return num_threads * 2 * SQUARE**3 / _fastest_s(lambda: one @ other, time.thread_time)

@@ -1,8 +1,8 @@
 """Repeats a step that met NaN or infinity, from the file that its run saved. The run itself is not changed.
 
 Batch and configuration are in the file; the weights are beside it or still in the run's folder. Master weights, moments
-and a value head come from the checkpoint of that step. Without it they are initialised anew, so updates after the
-step's first may differ from the run's.
+and a value head come from the checkpoint of that step. Without this checkpoint they are initialised anew; the step's
+second and later optimizer updates may then differ from the run's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from offbeat.weights.version import WeightFolder, weights_file
 
 @dataclass(frozen=True)
 class SampleFigures:
-    """What one sample alone contributes to an update of its step; loss and gradient norm are NaN if not finite."""
+    """Loss and gradient norm that one sample alone contributes to an optimizer update; NaN if not finite."""
 
     sample: int
     loss: float
@@ -72,7 +72,7 @@ class StepReplay:
     has_optimizer: bool
     """Whether the optimizer's state was found in a checkpoint."""
     sample: int
-    """Index of the sample at fault or, if unknown, of the one with the largest gradient."""
+    """Index of the sample at fault or, if unknown, of the sample with the largest gradient."""
     prompt: str
     answer: str
 
@@ -142,7 +142,7 @@ def repeat(
     lr: float,
     reference: PreTrainedModel | None = None,
 ) -> Repeated:
-    """Repeats a step. First computes the loss and gradient of each sample alone, then trains the policy on all samples
+    """Repeats a step. First computes the loss and gradient of each sample alone. Then trains the policy on all samples,
     and records the first module output and the first gradient that are not finite."""
     policy.use_threads()
     figures = list(_one_by_one(policy, samples, settings, reference))

@@ -1,4 +1,4 @@
-"""Reads what a run generated, as rows with texts, also while the run goes on. Does not load torch."""
+"""Reads the trajectories of a run as rows with texts, also while the run goes on. Does not load torch."""
 
 from __future__ import annotations
 
@@ -46,10 +46,11 @@ def read_trajectories(
     """Returns the trajectories of a run that meet all conditions, at most `limit`, each as a dict.
 
     - `id` is the task.
-    - `step` counts from 1; None until a step has claimed the trajectory.
+    - `step` is the step that trains on the trajectory, from 1; None until then. For an evaluation, it is the number of
+      steps trained before.
     - `answer` is the correct answer, as the task gives it.
     - `prompt` is what the model was given, including the chat template.
-    - `response` is None if it was pruned.
+    - `response` is None if it was deleted to save space (`ledger.keep_bodies`).
     """
     which = TrajectoryFilter(purpose, step, source, worker, min_reward, max_reward)
     decode = decoder(run)
@@ -90,10 +91,10 @@ def open_ledger(run: Path) -> Iterator[Ledger]:
 
 
 SLICE = 500
-"""Number of trajectories in memory at a time."""
+"""Number of trajectories that are read from the ledger at a time."""
 
 Content = tuple[TrajectoryRow, tuple[np.ndarray, dict[str, Any]], Trajectory | None]
-"""A trajectory's row; its prompt's tokens and problem; the trajectory itself, or None if it was pruned."""
+"""A trajectory's row; its prompt's tokens and problem; the trajectory itself, or None if its tokens were deleted."""
 
 
 def _with_content(ledger: Ledger, rows: list[TrajectoryRow]) -> Iterator[Content]:

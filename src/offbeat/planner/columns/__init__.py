@@ -1,1 +1,1 @@
-"""Columns of the planning problem: the training gangs and rollout replicas worth considering."""
+"""Columns (candidates) of the planning problem: the training gangs and shapes of rollout replicas worth considering."""

@@ -15,7 +15,7 @@ from offbeat.planner.inputs.workload import Workload
 from offbeat.planner.problem import Demand, Offer, PlanningProblem
 
 WORTH_A_DETOUR = 0.01
-"""Share of a version's direct lag that a detour through a relaying class must save to be considered."""
+"""A relay through a third class of nodes is considered only if it shortens a version's transfer by this share."""
 
 
 def problem_of(
@@ -28,8 +28,8 @@ def problem_of(
     `UserError` with the memory needed if the model fits nowhere.
 
     `constants` are those of the cost model (None: the defaults). `known` caches gangs between calls with the same
-    workload and constants. Columns assume the best measured links, so a lower bound proven for them holds for every
-    choice of nodes."""
+    workload and constants. Columns assume the best measured links. A lower bound on period or price that is proven for
+    them therefore holds for every choice of nodes."""
     constants = constants or Constants()
     inventory = at_best(inventory)
     offers = {
@@ -58,7 +58,7 @@ def problem_of(
 
 
 def demand_of(workload: Workload) -> Demand:
-    """Returns what one training step of this workload requires."""
+    """Returns the requirements of one training step of this workload, such as tokens, staleness bound and rewards."""
     reward = workload.reward
     return Demand(
         trajectories=workload.trajectories_per_step,
@@ -74,8 +74,9 @@ def demand_of(workload: Workload) -> Demand:
 def lag_over_s(
     inventory: Inventory, workload: Workload, direct_s: Mapping[str, float], name: str
 ) -> dict[str, dict[str, float]]:
-    """Returns the seconds until the class `name` has a version that a third class relays, by publishing class, then by
-    relaying class. Holds only lags clearly shorter than the direct ones, `direct_s` (by publishing class)."""
+    """Returns the seconds from a version's publication until the class `name` has it, if a third class relays it. Keys
+    are the publishing class, then the relaying class. Holds only times clearly shorter than the direct ones in
+    `direct_s`, which is keyed by publishing class."""
     num_nodes = inventory.classes[name].num_nodes
     found: dict[str, dict[str, float]] = {}
     for root, seconds in direct_s.items():

@@ -24,12 +24,13 @@ from offbeat.planner.problem import Gang
 MIN_GAIN = 0.02
 """A gang with more nodes is kept only if it is faster by more than this share: the accuracy of the cost model."""
 MIN_LEANER = 0.1
-"""A gang that is not faster is kept only if its state takes less memory on shared cards, by more than this share."""
+"""A gang that is not faster is kept only if its training state takes less memory, by more than this share, on cards
+that also run replicas."""
 
 
 def fastest_first_front(candidates: Iterable[Gang]) -> list[Gang]:
-    """Returns the gangs worth keeping. A gang is dropped if another is about as fast, takes no more nodes of any class
-    and keeps hardly more training state on cards that rollout replicas share."""
+    """Returns the gangs worth keeping. A gang is dropped if another gang is about as fast and takes no more nodes of
+    any class. The other gang must also keep hardly more training state on cards shared with rollout replicas."""
     best: dict[object, Gang] = {}
     for gang in candidates:
         key = gang.name if gang.kept_bytes else tuple(sorted(gang.nodes.items()))
@@ -51,7 +52,8 @@ def _is_as_small(one: Gang, other: Gang) -> bool:
 
 
 NODES_GROWTH = 1.1
-"""Ratio between neighbouring node counts of large gangs. A count in between would be faster by at most this ratio."""
+"""Ratio between neighbouring node counts that are tried for large gangs. A count in between could speed up training by
+at most this ratio."""
 ZERO_STAGES = (1, 2, 3)
 
 
@@ -86,8 +88,8 @@ def max_replicas(workload: Workload) -> int:
 
 
 def split_layers(num_layers: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """Number of layers of each pipeline stage, in proportion to `speeds` and at least one; minimises the time of the
-    slowest stage."""
+    """Number of layers of each pipeline stage, so that the slowest stage is as fast as possible. `speeds` are the
+    speeds of the stages; every stage has at least one layer."""
     layers = [max(1, int(num_layers * speed / sum(speeds)) - 1) for speed in speeds]
     if sum(layers) > num_layers:
         layers = [1] * len(speeds)
@@ -99,8 +101,8 @@ def split_layers(num_layers: int, speeds: Sequence[float]) -> tuple[int, ...]:
 
 def fits(workload: Workload, room_bytes: float, tp: int, pp: int, dp: int, num_layers: int) -> list[tuple[int, bool]]:
     """Returns pairs (ZeRO stage, whether to recompute activations) with which a pipeline stage of `num_layers` layers
-    fits into `room_bytes` per card. ZeRO-1 and ZeRO-2 take the same time, so the lower one that fits is returned, and
-    then ZeRO-3 is left out. If one of the two fits without recomputing, pairs with recomputing are left out as well."""
+    fits into `room_bytes` per card. ZeRO-1 and ZeRO-2 take the same time, so only the lower stage that fits is
+    returned. ZeRO-3 is tried only if neither fits, and recomputing only if neither fits without it."""
     share = num_layers / workload.model.num_layers
     found = []
     for recompute in (False, True):
@@ -125,7 +127,7 @@ MIXED_GROWTH = 2.0
 
 @dataclass(frozen=True)
 class GangPart:
-    """One of the two classes of nodes in a mixed gang, with the figures of its cards that the cost model needs."""
+    """One of the two classes of nodes in a mixed gang (a gang of two classes), with what the cost model needs."""
 
     machines: MachineClass
     figures: Efficiencies
@@ -196,8 +198,8 @@ def pipelined(parts: Parts, link: Link, workload: Workload) -> Iterator[Gang]:
 
 
 def replicated(parts: Parts, link: Link, workload: Workload) -> Iterator[Gang]:
-    """Yields gangs with data-parallel replicas on both classes and batch shares in proportion to speed. Gradients move
-    at the rate of the slowest link."""
+    """Yields gangs with data-parallel copies of the model on both classes. Each class gets a share of the batch in
+    proportion to its speed. Gradients move at the rate of the slowest link."""
     (one, nodes_one), (other, nodes_other) = parts
     speeds, num_layers = [part.flops(nodes) for part, nodes in parts], workload.model.num_layers
     shares = {part.machines.name: speed / sum(speeds) for (part, _), speed in zip(parts, speeds, strict=True)}
@@ -255,8 +257,8 @@ Known = dict[tuple[object, ...], list[Gang]]
 def gangs(
     inventory: Inventory, workload: Workload, constants: Constants, known: Known | None = None
 ) -> tuple[Gang, ...]:
-    """Returns training gangs on one or two classes of nodes, without those that another gang beats; `known` caches
-    results between calls."""
+    """Returns training gangs on one or two classes of nodes, except gangs that another gang beats. `known` caches
+    results between calls with the same workload and constants."""
     known = {} if known is None else known
     classes = [machines for machines in inventory.classes.values() if machines.num_nodes > 0]
     alone: dict[str, list[Gang]] = {}
@@ -305,7 +307,8 @@ def over_links(gang: Gang, inventory: Inventory, workload: Workload, constants: 
 def _alone_on(
     machines: MachineClass, num_nodes: int, inventory: Inventory, workload: Workload, constants: Constants
 ) -> Iterator[Gang]:
-    """Yields a gang for every split of `num_nodes` nodes into tensor, pipeline and data parallelism that fits."""
+    """Yields a gang for every split of `num_nodes` nodes into tensor, pipeline and data parallelism that fits into
+    memory."""
     figures, card = constants.of(machines.accelerator.name), machines.accelerator
     fabric = fabric_of(machines, inventory)
     num_cards = num_nodes * machines.per_node
@@ -328,8 +331,8 @@ def _alone_on(
 
 
 def _too_large(classes: Sequence[MachineClass], workload: Workload, constants: Constants) -> str:
-    """Returns the error message for a model that no gang can train. It names the class that would need the least memory
-    per accelerator, and how much, if all its nodes trained with ZeRO-3 and recomputing."""
+    """Returns the error message for a model that no gang can train. It names the class of nodes that would need the
+    least memory per accelerator, and this memory, if all its nodes trained with ZeRO-3 and recomputing."""
     needs = {}
     for machines in classes:
         num_cards = machines.num_accelerators

@@ -1,4 +1,4 @@
-"""Rollout replica shapes that fit: per class, by tensor parallelism and number of answers in flight.
+"""Shapes of rollout replicas on each class of nodes: a tensor parallelism and a number of answers in flight.
 
 Every shape fits the memory of its cards, and its tensor parallelism divides both the attention heads and the cards of a
 node. A shape is dropped if another one on the same cards beats it.
@@ -21,9 +21,10 @@ from offbeat.planner.problem import Gang, RolloutColumn
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
 ROWS_GROWTH = 2**0.5
-"""Ratio of neighbouring numbers of answers in flight to try. Token rates of neighbours differ by at most this ratio."""
+"""Factor between two neighbouring numbers of answers in flight that are tried. Their token rates differ by at most this
+factor."""
 FEW_CLASSES = 4
-"""Up to this number of classes the grid of answers in flight is twice as fine, because the search has time for it."""
+"""Up to this number of classes of nodes, twice as many numbers of answers in flight are tried: there is time for it."""
 
 
 def rollout_columns(
@@ -72,7 +73,7 @@ def class_columns(
     roots: Sequence[str],
     growth: float = ROWS_GROWTH,
 ) -> list[RolloutColumn]:
-    """All replica shapes (columns) on one class of nodes, even those that another shape beats."""
+    """Returns all replica shapes (columns) on one class of nodes, even shapes that another shape beats."""
     found = []
     for tp in tensor_parallels(workload, machines):
         largest = min(max_rows(workload, machines.accelerator, figures, tp), in_flight_cap(workload))
@@ -87,7 +88,7 @@ def tensor_parallels(workload: Workload, machines: MachineClass) -> list[int]:
 
 
 def in_flight_cap(workload: Workload) -> int:
-    """Largest number of trajectories that the staleness bound allows in flight, in all replicas or in a single one."""
+    """Largest number of trajectories in flight, over all replicas together, that the staleness bound allows."""
     return max(1, workload.bound) * workload.trajectories_per_step
 
 
@@ -129,7 +130,7 @@ def rollout_column(
 
 
 def undominated(columns: Sequence[RolloutColumn]) -> list[RolloutColumn]:
-    """Returns the columns (replica shapes) of one class that no other column beats; of equally good ones the first."""
+    """Returns the columns (replica shapes) of one class that no other column beats; of equal columns, the first."""
     return [
         column
         for position, column in enumerate(columns)

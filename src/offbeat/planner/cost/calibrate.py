@@ -1,8 +1,9 @@
 """Fits the constants of the cost model to measurements, and computes the error on held-out measurements.
 
-The fit is a non-negative least-squares fit of relative errors. All measurements of one size are held out together: of a
-batch size or a context (decode), a length (prefill), a size (link), or the largest gang (train; the most tokens if all
-gangs have one size). Single points are never held out, because their neighbours would predict them.
+The fit is a non-negative least-squares fit of relative errors. To compute the error, all measurements of one size are
+left out of a fit at once, because neighbours would predict a single point. The size is the batch size or the context
+(decode), the number of tokens (prefill), or the number of bytes (link). For training, the largest gang is left out or,
+if all gangs have the same size, the largest number of tokens.
 
 A file of measurements has one JSON object per line: `kind` and the fields of `Measurement`, or the kind `machine` and
 the fields of `MeasuredMachine`. Accelerators of the catalogue need no `machine` line.
@@ -34,7 +35,7 @@ from offbeat.spelling import suggest
 TIMED = ("decode", "prefill", "train", "link")
 MACHINE = "machine"
 EMBEDDED = "embedded"
-"""Name of the engine that `offbeat calibrate --measure` measures step by step."""
+"""Name of Offbeat's own engine, whose single decode steps `offbeat calibrate --measure` can time."""
 TEXTS = ("kind", "accelerator", "engine", "model", "date")
 MOST = 1e30
 """Upper limit of every number in a file of measurements, to exclude infinity."""
@@ -60,7 +61,7 @@ class Measurement:
     num_accelerators: int = 1
     """Number of accelerators in a training gang or an all-reduce."""
     num_forwards: float = 0
-    """Forward passes of a training step in addition to that of the training pass; includes recomputing."""
+    """Forward passes of a training step besides the forward pass that is trained; includes recomputing."""
     tp: int = 1
 
 
@@ -181,16 +182,17 @@ RIDGES = np.geomspace(0.25, 4.0, 33)
 """Ratios `gemm_share` / `weight_read_share` that the fit tries. The ratio determines from which batch size on matmuls
 are compute-bound."""
 DECODE_FLOOR = (0.0, 1.0, 0.0)
-"""Smallest coefficients of the decode terms (overhead, matmuls, KV reads). Weights are assumed not to be read faster
-than at the memory's peak: in small batches, only noise would distinguish reading them from overhead."""
+"""Smallest allowed coefficients of the decode terms (overhead, matmuls, KV reads). The 1 means that weights are never
+read faster than the memory's peak. In small batches the time to read weights is as constant as the overhead, so
+measurements alone cannot tell the two apart."""
 MIN_KV_SHARE, MAX_KV_SHARE = 0.5, 2.0
 """Allowed range of the KV read share. A share outside the range means preempted answers or a wrong model shape, not a
 slow card. The embedded engine never preempts while it is measured, so the lower limit does not apply to it."""
 FLAT = 1.5
 """If the longest decode step takes less than this multiple of the shortest, the host may be limiting all of them."""
 MAX_SHARE = 1.1
-"""Largest accepted share of the peak. A larger one means a wrong card or shape; an excess over 1 up to this limit is
-clock boost and noise."""
+"""Largest accepted share of a card's peak. A larger share means a wrong card or model shape; a share from 1 to this
+limit is due to clock boost and noise."""
 
 
 Rows = Sequence[Measurement]

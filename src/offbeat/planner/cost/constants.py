@@ -27,7 +27,8 @@ class FigureSource(StrEnum):
 
 @dataclass(frozen=True)
 class Efficiencies:
-    """Constants of one accelerator. A share is relative to the accelerator's peak."""
+    """Constants of the cost model for one accelerator. Unless said otherwise, a share is relative to the accelerator's
+    peak."""
 
     gemm_share: float = 0.65
     """Share of the peak FLOP/s that matmuls of a compute-bound decode step reach."""
@@ -153,6 +154,6 @@ def _is_allowed(name: str, value: float) -> bool:
 
 
 def _largest(name: str) -> float:
-    """Largest allowed value of the constant `name`, which is a share: 2 for shares of the memory bandwidth, because a
-    card may read faster than its catalogue entry says; 1 for all others."""
+    """Largest allowed value of the constant `name`, which is a share. It is 2 for shares of the memory bandwidth,
+    because a card may read faster than its catalogue entry says, and 1 for all other shares."""
     return 2.0 if name.endswith("_read_share") else 1.0

@@ -16,7 +16,7 @@ GRADIENT_BYTES = 2
 ACTIVATION_BYTES = 34
 """Bytes per token, layer and hidden unit, with fused attention and without recomputing."""
 CHECKPOINT_BYTES = 2
-"""Bytes per token, layer and hidden unit if a layer keeps only its input."""
+"""Bytes per token, layer and hidden unit with recomputing, where a layer keeps only its input."""
 LOSS_CHUNK_TOKENS = 1024
 """Tokens of one chunk of the loss, which is computed in chunks because the whole logits would take gigabytes."""
 LOGIT_BYTES = 8
@@ -79,8 +79,8 @@ def microbatch_tokens(workload: Workload) -> float:
 
 
 def activation_bytes(workload: Workload, tp: int, pp: int, layers: float, *, recompute: bool) -> float:
-    """Bytes of activations on a card with `layers` layers. Assumes the worst of all pipeline stages: as many
-    micro-batches as there are stages, as in the first stage, plus the logits of the last stage."""
+    """Bytes of activations on a card with `layers` layers. Adds up the worst cases of all pipeline stages: as many
+    micro-batches in flight as there are stages (`pp`), as in the first stage, and the logits of the last stage."""
     model, tokens = workload.model, microbatch_tokens(workload)
     unit = model.hidden * tokens / tp
     logits = LOGIT_BYTES * model.vocab * LOSS_CHUNK_TOKENS / tp
@@ -92,7 +92,8 @@ def activation_bytes(workload: Workload, tp: int, pp: int, layers: float, *, rec
 def training_bytes(
     workload: Workload, tp: int, pp: int, dp: int, zero: int, *, recompute: bool, layer_share: float | None = None
 ) -> float:
-    """Bytes on the fullest card of a gang; `layer_share` is its stage's share of all layers (None: an equal share)."""
+    """Bytes on each card of a pipeline stage in training: state and activations. `layer_share` is the stage's share of
+    all layers (None: an equal share)."""
     share = 1 / pp if layer_share is None else layer_share
     activations = activation_bytes(workload, tp, pp, share * workload.model.num_layers, recompute=recompute)
     return state_bytes(workload, tp, 1 / share, dp, zero) + activations

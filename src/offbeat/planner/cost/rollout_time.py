@@ -16,7 +16,8 @@ ACTIVATION_BYTES = 2
 
 
 def matmul_s(model: ModelShape, card: Accelerator, figures: Efficiencies, tp: int, rows: float) -> float:
-    """Time of a decode step's matmuls: the longer of computing, and reading the weights that at least one row uses."""
+    """Time of a decode step's matmuls: the longer of computing, and reading the weights that any of the `rows` running
+    answers uses."""
     compute_s = 2 * active_matmul_parameters(model) * rows / (tp * card.flops * figures.gemm_share)
     read_bytes = touched_parameters(model, rows) * model.bytes_per_weight
     return max(compute_s, read_bytes / (tp * card.memory_bytes_per_s * figures.weight_read_share))
@@ -76,10 +77,12 @@ def refill_s(workload: Workload, card: Accelerator, figures: Efficiencies, tp: i
 
 
 def drain_s(workload: Workload, token_s: float) -> float:
-    """Upper estimate of the seconds of generation lost while running answers end on old weights and no new one starts.
+    """Upper estimate of the seconds of generation that a slot loses while running answers end on old weights and no new
+    answer starts.
 
-    The last answer to end is assumed to have the whole tail length ahead. A slot is idle from the end of its own answer
-    until then. The mean remaining length of an answer equals its mean length so far, at a random moment."""
+    The last answer to end is assumed to have the whole length `answer.tail` still ahead. Every slot is idle from the
+    end of its own answer until this last one ends. At a random moment, a running answer has on average as many tokens
+    ahead as behind."""
     remaining = workload.answer.mean_square / (2 * workload.answer.mean)
     return token_s * max(0.0, workload.answer.tail - remaining)
 
@@ -87,7 +90,8 @@ def drain_s(workload: Workload, token_s: float) -> float:
 def update_s(
     workload: Workload, card: Accelerator, figures: Efficiencies, tp: int, rows: float, token_s: float
 ) -> float:
-    """Seconds that a replica loses to its KV cache at a new version: `refill_s`, `drain_s` or 0, by the KV policy."""
+    """Seconds of generation that a replica loses at a new version because its KV cache is of old weights. Depends on
+    the KV policy: `refill_s` for refill, `drain_s` for finish, 0 for stale."""
     if workload.kv is KvPolicy.REFILL:
         return refill_s(workload, card, figures, tp, rows)
     return drain_s(workload, token_s) if workload.kv is KvPolicy.FINISH else 0.0

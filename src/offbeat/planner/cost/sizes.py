@@ -11,8 +11,9 @@ from offbeat.planner.inputs.workload import ModelShape, Workload
 
 
 def touched_parameters(model: ModelShape, rows: float) -> float:
-    """Parameters that a decode step must read: those used in matmuls by at least one of `rows` answers. Answers choose
-    experts independently, so a share of (1 - experts per token / experts)^rows of the experts is unused."""
+    """Parameters that a decode step must read, because matmuls of at least one of `rows` running answers use them.
+    Answers choose experts independently, so a share of (1 - experts per token / experts)^rows of the experts is
+    unused."""
     if not model.num_experts:
         return matmul_parameters(model)
     missed = (1 - model.experts_per_token / model.num_experts) ** rows

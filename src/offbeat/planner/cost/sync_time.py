@@ -1,7 +1,8 @@
 """Time from a version's publication until machines sample from it, and the part of it that stops generation.
 
-Offbeat relays a version in pieces: one copy crosses the link between two classes, and nodes pass pieces on. Engines
-generate until the new weights are in memory beside the old ones.
+Offbeat relays a version in pieces: one copy crosses the link between two classes of nodes, and nodes pass pieces on.
+Engines generate meanwhile. They stop only to switch to the new weights, and to load them if the cards had no room for
+both.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def one_tree_s(num_bytes: float, arriving: float, within: Link, num_nodes: int) 
 
 
 def fan_out(num_bytes: float, arriving: float, within: Link, num_nodes: int) -> int:
-    """Best number of nodes to which each node passes every piece on (fan-out); the lowest of equally good ones."""
+    """Best number of nodes to which each node passes every piece on (fan-out); of equally good numbers, the lowest."""
     return min(range(1, MAX_FAN_OUT + 1), key=lambda width: _spread_s(num_bytes, arriving, within, num_nodes, width))
 
 
@@ -67,8 +68,8 @@ def _spread_s(num_bytes: float, arriving: float, within: Link, num_nodes: int, w
 
 
 def two_trees_s(num_bytes: float, arriving: float, within: Link, num_nodes: int) -> float:
-    """Time to spread a version along two binary trees, each of which carries half of the pieces. An inner node of one
-    tree is a leaf of the other, so every port carries the version once, for any number of nodes."""
+    """Seconds to spread a version along two binary trees, each of which carries half of the pieces; infinite for too
+    few nodes. An inner node of one tree is a leaf of the other, so every node sends the version at most once."""
     if num_nodes < MIN_TWO_TREES:
         return math.inf
     each = within.bytes_per_s / 2

@@ -20,7 +20,7 @@ ACTIVATION_BYTES = 2
 
 @dataclass(frozen=True)
 class GangFabric:
-    """Links of a gang, in bytes per second one way."""
+    """Rates of the links of a training gang (nodes that train together), one way."""
 
     card_bytes_per_s: float
     """Rate between two cards of a node."""
@@ -49,7 +49,7 @@ def compute_s(workload: Workload, flops: float, *, recompute: bool) -> float:
 
 
 def num_microbatches(workload: Workload, dp: int) -> float:
-    """Micro-batches of one optimizer update in each of `dp` pipelines."""
+    """Number of micro-batches that each of `dp` data-parallel pipelines processes in one optimizer update."""
     tokens = workload.trained_tokens_per_step / workload.updates_per_step / dp
     return max(1.0, tokens / microbatch_tokens(workload))
 

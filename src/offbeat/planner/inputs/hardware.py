@@ -46,7 +46,7 @@ class MachineClass:
     accelerator: Accelerator
     per_node: int
     num_nodes: int
-    """Number of nodes on offer, or owned."""
+    """Number of nodes that can be rented, or are owned."""
     price_per_h: float
     """Price per accelerator; 0 for owned machines unless the file gives a price."""
     zone: str = "here"
@@ -79,7 +79,8 @@ class Inventory:
     links: Mapping[frozenset[str], Link] = field(default_factory=dict)
     """Links by the names of the two classes; a set of one name is the link between two nodes of that class."""
     default_links: Mapping[str, Link] = field(default_factory=dict)
-    """Links for machines that are added later, by kind: `nodes` of one class, `classes` in one zone, or `zones`."""
+    """Links for machines that are added later, keyed by `nodes` (between nodes of a class), `classes` (in one zone) or
+    `zones`."""
     assumptions: tuple[str, ...] = ()
     """Assumptions behind the inventory, one sentence each."""
     measured: Mapping[frozenset[str], float] = field(default_factory=dict)

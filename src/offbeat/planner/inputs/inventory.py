@@ -1,7 +1,7 @@
 """Reads an `Inventory` from a cluster's TOML file; each error message is one line.
 
-A class is an accelerator of the catalogue, numbers that the user gives, or both (the user's numbers win). Links are
-looked up from the most specific to the most general: a pair of classes, a pair of zones, the measured matrix, the
+A class of nodes is described by an accelerator of the catalogue, by numbers, or by both (the numbers win). The rate of
+a link is taken from the first of these that gives it: a pair of classes, a pair of zones, the measured matrix, the
 class's own number, then `between_zones`, `between_classes` or `between_nodes`. Guarantees: every pair of classes has a
 link, and so has every class with two or more nodes; every guess is listed among the assumptions.
 """
@@ -30,7 +30,7 @@ from offbeat.spelling import suggest
 
 LATENCY_MS = 0.05
 LEAST_GB_S = 1e-4
-"""Lowest accepted rate; a lower one was probably given in another unit."""
+"""Lowest accepted rate; a lower rate was probably given in another unit."""
 MOST_BETWEEN_ZONES_GB_S = 50.0
 """Highest accepted rate between zones: 400 Gbit/s, which a single sender does not reach between sites."""
 Pair = frozenset[str]
@@ -61,9 +61,9 @@ def resolve(
     origin: ValueOrigin,
     assumptions: list[str],
 ) -> tuple[dict[Pair, Link], dict[str, Link]]:
-    """Returns the link of every pair of classes that has one, by pair, and the default links for machines added later,
-    by kind (`nodes`, `classes` or `zones`). `own` holds the rate between two nodes of a class in GB/s, by class. What
-    had to be assumed is appended to `assumptions`."""
+    """Returns the links by pair of classes (a class with itself: between its nodes), and the default links for machines
+    added later, by kind (`nodes`, `classes` or `zones`). `own` holds the rate between two nodes of a class in GB/s, by
+    class. Appends a sentence to `assumptions` for each guess."""
     defaults = _defaults(links)
     pairs = _pairs(links, classes, origin)
     measured = _measured(links, classes, origin, assumptions)
@@ -187,8 +187,8 @@ def _missing(one: str, other: str, kind: str, origin: ValueOrigin) -> UserError:
 
 
 def _check(key: Pair, link: Link, classes: Mapping[str, MachineClass], kind: str, origin: ValueOrigin) -> None:
-    """Raises if a link's rate is too low, too high for a link between zones, or higher than the sum of the rates
-    between a node's accelerators and their host, because a node cannot send faster."""
+    """Raises `UserError` if a link's rate is too low, or too high for a link between zones. It must also not exceed the
+    sum of the rates between a node's accelerators and their host, because a node cannot send faster."""
     gb_s, who = link.bytes_per_s / GIGA, " and ".join(sorted(key))
     say = f"{origin.before(('links',))}the rate between nodes of {who}, {gb_s:g} GB/s"
     if gb_s < LEAST_GB_S:
@@ -218,8 +218,8 @@ SANE: dict[str, tuple[float, float, str, str]] = {
     "link_gb_s": (1, 4_000, "TB/s", "MB/s"),
     "host_gb_s": (1, 1_000, "TB/s", "MB/s"),
 }
-"""Accepted range of each number, and the units that were likely meant below and above the range. The upper limits will
-have to rise with new hardware."""
+"""For each key, the smallest and largest accepted number, then the unit that was likely meant if the number is smaller,
+and if it is larger. The upper limits will have to rise with new hardware."""
 CPU = "cpu"
 CPU_SANE = SANE | {"tflops": (0.001, 100, "PFLOPS", "GFLOPS"), "bandwidth_tb_s": (0.001, 5, "PB/s", "GB/s")}
 """Accepted ranges for the class `cpu`: processors without an accelerator, as calibration names them."""
@@ -318,8 +318,8 @@ def _price(name: str, table: ClassTable, card: Accelerator, origin: ValueOrigin,
 
 
 def check_range(place: Path, value: float | None, sane: tuple[float, float, str, str], origin: ValueOrigin) -> None:
-    """Raises if a number is outside its range. `sane` holds the smallest and the largest value, then the units to
-    suggest for a smaller and for a larger number."""
+    """Raises `UserError` if `value` is outside its range. `sane` holds the smallest and the largest value, then the
+    units to suggest for a smaller and for a larger number."""
     low, high, below, above = sane
     if value is None or low <= value <= high:
         return

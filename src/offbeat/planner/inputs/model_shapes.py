@@ -113,7 +113,7 @@ def from_config(config: Mapping[str, Any], file: str = "config.json") -> ModelSh
     hidden, num_heads = _whole(inner, "hidden_size", file), _whole(inner, "num_attention_heads", file)
     if not inner.get("head_dim") and hidden % num_heads:
         why = f"head_dim is missing, and num_attention_heads = {num_heads} does not divide hidden_size = {hidden}"
-        raise UserError(f"{file}: {why}")
+        raise UserError(f"{file}: {why}; add head_dim")
     return ModelShape(
         name=str(config.get("_name_or_path") or pathlib.Path(file).parent.name or inner.get("model_type", "model")),
         num_layers=_whole(inner, "num_hidden_layers", file),

@@ -41,7 +41,7 @@ class ModelShape:
     vocab: int
     is_tied: bool = False
     num_experts: int = 0
-    """0 for a dense model."""
+    """Number of routed experts in each layer that has experts; 0 for a dense model."""
     experts_per_token: int = 0
     num_shared_experts: int = 0
     dense_layers: int = 0
@@ -58,7 +58,8 @@ class LengthStatistics:
     mean: float
     mean_square: float
     tail: float
-    """Length, a quantile, up to which answers must be in time for training; longer answers span several versions."""
+    """Length, a quantile, up to which answers must end early enough to be trained on within the staleness bound. Longer
+    answers continue over several versions."""
     tail_share: float
     """Share of answers longer than `tail`; 0 if `tail` is the cap on lengths."""
     longest: float
@@ -69,14 +70,14 @@ class RewardMachines:
     """Machines that compute rewards."""
 
     seconds: float
-    """Time to score one trajectory in one slot."""
+    """Seconds to score one trajectory; each slot scores one trajectory at a time."""
     num_slots: int
     price_per_slot_h: float = 0.0
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Requirements of one step, and the rules of the run."""
+    """Requirements of one training step, and the run's rules, such as the staleness bound."""
 
     model: ModelShape
     groups_per_step: int
@@ -93,10 +94,10 @@ class Workload:
     lora_rank: int = 0
     kv: KvPolicy = KvPolicy.REFILL
     waste_share: float = 0.0
-    """Share of generated tokens that are not trained on: dropped, filtered, over-provisioned."""
+    """Share of generated tokens that are not trained on, because their groups are dropped or not needed."""
     headroom: float = 0.1
-    """Share by which rollout should exceed the demand if that costs nothing, so that errors of the cost model do not
-    make the trainer wait."""
+    """Share by which generation should exceed the tokens that training needs, if that costs nothing. It keeps the
+    trainer from waiting if the cost model is slightly wrong."""
     delta_density: float = 1.0
     """Bytes of a weight update divided by the bytes of all trained weights."""
     reward: RewardMachines | None = None
@@ -128,7 +129,7 @@ class Workload:
 # Length statistics from a distribution, a histogram or samples. A cap cuts longer answers, as `max_new_tokens` does.
 
 QUANTILE = 0.95
-"""Default share of answers that must be in time for training (end within the age window)."""
+"""Default share of answers that must end early enough to be trained on within the staleness bound."""
 
 
 def constant(num_tokens: float) -> LengthStatistics:
@@ -141,7 +142,7 @@ def uniform(shortest: float, longest: float, quantile: float = QUANTILE) -> Leng
 
 
 def log_normal(median: float, sigma: float, cap: float, quantile: float = QUANTILE) -> LengthStatistics:
-    """Statistics of log-normal lengths; those above `cap` are cut to `cap`."""
+    """Statistics of log-normal lengths; lengths above `cap` are cut to `cap`."""
     if sigma == 0:
         return constant(min(median, cap))
     normal, mu = NormalDist(), math.log(median)
@@ -175,7 +176,8 @@ def histogram(edges: Sequence[float], counts: Sequence[float], quantile: float =
 
 
 def from_samples(lengths: Sequence[int], quantile: float = QUANTILE, cap: float = math.inf) -> LengthStatistics:
-    """Statistics of observed lengths, cut to `cap`; the tail is one of these lengths, not an interpolated value."""
+    """Statistics of observed lengths, cut to `cap`. The quantile `tail` is one of these lengths, not an interpolated
+    value."""
     if not len(lengths):
         raise UserError("there are no lengths to take statistics of; a run has some once it has trained a step")
     tokens = np.minimum(np.array(lengths, float), cap)

@@ -108,8 +108,8 @@ class WorkloadFile(Section):
 
 
 def load_workload(path: pathlib.Path | str, read_run: RunReader | None = None) -> Workload:
-    """Reads a workload file; `read_run` reads the lengths in a run that the file names (None: such a file is
-    refused)."""
+    """Reads a workload file. If the file names a run, `read_run` reads the lengths in that run (None: a file that names
+    a run is refused)."""
     file, origin = load_as(path, WorkloadFile)
     algorithm, rules, reward = file.algorithm, file.rules, file.reward
     if rules.colocate and rules.max_staleness:
@@ -172,7 +172,7 @@ def _from_numbers(name: str, numbers: dict[str, int], where: str) -> ModelShape:
         raise UserError(f"{where}: head_dim is missing, and {why}; give head_dim")
     if numbers["num_heads"] % numbers["num_kv_heads"]:
         why = f"num_kv_heads = {numbers['num_kv_heads']} does not divide num_heads = {numbers['num_heads']}"
-        raise UserError(f"{where}: {why}")
+        raise UserError(f"{where}: {why}; correct one of them")
     head_dim = numbers["hidden"] // numbers["num_heads"]
     return ModelShape(name=name, **{"head_dim": head_dim, **numbers})  # type: ignore[arg-type]
 

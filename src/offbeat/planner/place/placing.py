@@ -1,7 +1,8 @@
 """Placement of a solution: which nodes train and which generate, the weights' paths, and the resulting period.
 
-Nodes are chosen for the shortest period, then the shortest lag of a version, then the shortest step. If nodes are
-interchangeable, the first ones are taken.
+Nodes are chosen for the shortest period (time from one step to the next). Ties are decided by the shortest lag (time
+until all rollout nodes have a new version), then by the shortest training step. If nodes are interchangeable, the first
+are taken.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Cost = Callable[[frozenset[str], frozenset[str]], Score]
 """Returns the cost of a split of the nodes, given the names of the training nodes and of the rollout nodes."""
 MAX_TRIED = 300
 MAX_REFINED = 3_000
-"""Largest number of exchanges of two nodes that `_refined` tries: with many nodes a single pass has thousands."""
+"""Largest number of exchanges of two nodes that `_refined` tries; with many nodes, one pass would try thousands."""
 SEED = 0
 
 
@@ -41,7 +42,7 @@ def split(
     fabric: NodeFabric, training: Counts, rollout: Counts, cost: Cost[Score]
 ) -> tuple[frozenset[str], frozenset[str]]:
     """Chooses nodes at a low `cost`; returns the names of the training nodes and of the rollout nodes. `training` and
-    `rollout` hold how many of each class are needed; the other nodes stay idle.
+    `rollout` hold how many nodes of each class are needed; the other nodes stay idle.
 
     Interchangeable nodes are taken in order. If there are few choices, all are tried. Otherwise two splits are
     compared: one with little bandwidth between training nodes and others (Kernighan-Lin), and one in which the nodes
@@ -56,8 +57,8 @@ def split(
 
 
 def _in_order(members: Members, training: Counts, rollout: Counts) -> dict[str, str]:
-    """Side of each node (train, roll or idle): the first nodes of a class train, the next generate, the others stay
-    idle."""
+    """Returns the side of each node: the first nodes of a class train ("train"), the next generate ("roll"), and the
+    others stay idle ("idle")."""
     side_of: dict[str, str] = {}
     for offer, names in members.items():
         first, then = training.get(offer, 0), rollout.get(offer, 0)
@@ -88,8 +89,8 @@ def _choices(members: Members, training: Counts, rollout: Counts) -> Iterator[di
 
 
 def _bisected(fabric: NodeFabric, members: Members, training: Counts, rollout: Counts) -> dict[str, str]:
-    """Side of each node (train, roll or idle), such that in each class there is little bandwidth between the training
-    nodes and the others."""
+    """Returns the side of each node (train, roll or idle). In each class, the training nodes are chosen to have little
+    bandwidth to the other nodes."""
     ordered = {}
     for offer, names in members.items():
         first = training.get(offer, 0)
@@ -102,8 +103,8 @@ def _bisected(fabric: NodeFabric, members: Members, training: Counts, rollout: C
 
 
 def _well_linked(fabric: NodeFabric, members: Members, training: Counts, rollout: Counts) -> dict[str, str]:
-    """Side of each node (train, roll or idle): in each class the nodes with the best measured links train and those
-    with the worst stay idle."""
+    """Returns the side of each node (train, roll or idle). In each class, the nodes with the best measured links train,
+    and the nodes with the worst stay idle."""
     rates: dict[str, list[float]] = {}
     for pair, rate in fabric.measured.items():
         for name in pair:
@@ -144,11 +145,12 @@ class Placing:
     step_s: float
     """Seconds of the gang's training step on these nodes."""
     lags_s: Mapping[str, float]
-    """Seconds from a version's publication until the last node of a class has it, by rollout class."""
+    """Seconds from a version's publication until the last node of a class has it, by class of nodes that generate."""
     problem: PlanningProblem
     """The planning problem with the step time and lags on these nodes, where these are longer than assumed."""
     tau_s: float
-    """Shortest period in seconds at which the solution is valid on these nodes; at least `Solution.tau_s`."""
+    """Shortest period in seconds at which the solution meets all constraints on these nodes; at least
+    `Solution.tau_s`."""
 
 
 @dataclass(frozen=True)
@@ -204,8 +206,8 @@ class Placer:
 def places_of(
     fabric: NodeFabric, problem: PlanningProblem, solution: Solution, trains: frozenset[str], rolls: frozenset[str]
 ) -> list[Placed]:
-    """Returns the cards of each replica: on nodes rented for rollout (`rolls`), or on the gang's own nodes (`trains`)
-    if the replica's column shares them."""
+    """Returns the cards of each replica. They are on nodes rented for rollout (`rolls`) or, if the replica's column
+    takes turns with training, on the gang's own nodes (`trains`)."""
     places: list[Placed] = []
     for offer, (is_home, among) in itertools.product(problem.offers, ((False, rolls), (True, trains))):
         columns = {one.name: one for one in problem.rollout if one.offer == offer and one.is_home == is_home}

@@ -1,9 +1,9 @@
 """Times of a placed plan: a gang's step over the links of its nodes, a version's lag to each class, and the period.
 
-The formulas are those of the columns (candidate gangs and replica shapes), but over the links in use. Gradients go
-around a ring at the rate of its slowest link, activations go from each stage to the next, and a class has a version
-when its last node has it. Guarantee: no value is better than its column assumed, so bounds proven for the columns hold
-for placed plans.
+Times are computed as for the columns (candidate gangs and replica shapes), but over the links in use. Gradients go
+around a ring at the rate of its slowest link. Activations go from each stage to the next. A class has a version when
+its last node has it. Guarantee: no time is shorter than its column assumed, so bounds proven for the columns hold for
+placed plans.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ def lags_s(fabric: NodeFabric, senders: Senders, num_bytes: float) -> dict[str, 
 def slowed(
     problem: PlanningProblem, gang: Gang, step_s: float, lags_s: Mapping[str, float], by: float = ROUNDING
 ) -> PlanningProblem:
-    """Returns the problem with the longer times `step_s` of the gang's step and `lags_s` (by rollout class) of its
-    versions. A time is replaced only if it grows by more than the share `by`. Returns the same object if none grows."""
+    """Returns the problem with longer times: `step_s` for the gang's training step, and `lags_s` (by class) until a
+    class has a version that the gang publishes. A time is replaced only if it grows by more than the share `by`. If
+    none does, the same object is returned."""
     relays = {*gang.nodes, *lags_s} if problem.demand.bound else ()
 
     def is_worse(column: RolloutColumn) -> bool:
@@ -105,11 +106,12 @@ def slowed(
 
 
 def enough_s(problem: PlanningProblem, placed: PlanningProblem, solution: Solution) -> float:
-    """A period (seconds per step) long enough for a solution of `problem` to meet all constraints of `placed`, which is
-    the same problem with a longer training step or longer lags.
+    """A period (seconds per step) long enough for a solution of `problem` to meet all constraints of `placed`. `placed`
+    is `problem` with a longer training step or longer lags.
 
-    With a staleness bound above 0 it is the shortest such period, from the constraints of the gang and the age window.
-    With bound 0 it is the old period plus the increase of the gang's period and the largest increase of a lag."""
+    With a staleness bound above 0 it is the shortest such period. It follows from the gang's own period and the age
+    window (the time that a long answer may take). With bound 0 it is the old period plus the increase of the gang's
+    period and the largest increase of a lag."""
     demand, tau_s, gang = placed.demand, solution.tau_s, placed.gang(solution)
     period_s, root = gang.period_s, gang.root
     slower = {column.name: column for column in placed.rollout if solution.replicas.get(column.name)}
@@ -125,8 +127,8 @@ def enough_s(problem: PlanningProblem, placed: PlanningProblem, solution: Soluti
 
 
 def period_s(problem: PlanningProblem, placed: PlanningProblem, solution: Solution) -> float:
-    """Shortest period in seconds, but at least `solution.tau_s`, at which `solution` meets all constraints of `placed`;
-    `problem` and `placed` are as for `enough_s`."""
+    """Shortest period in seconds, but at least `solution.tau_s`, at which `solution` meets all constraints of `placed`.
+    `placed` is `problem` with a longer training step or longer lags."""
     if placed is problem or not check(placed, solution):
         return solution.tau_s
     low_s, high_s = solution.tau_s, enough_s(problem, placed, solution)

@@ -1,9 +1,9 @@
 """The sync tree, which relays a version of the weights in chunks to every rollout node, and a lower bound on its time.
 
 A hop is a transfer from one node to another. A node has two ports, one to its class and one to all other classes. Hops
-that leave by the same port divide its rate; what a slow hop cannot use goes to the others. Hops over a shared link
-between two classes divide the link. Receivers pass each chunk on at once, so a node receives the version at the lowest
-rate on its path from the root.
+that leave by the same port divide its rate; the rate that a slow hop cannot use goes to the others. Hops over a shared
+link between two classes divide the link. Receivers pass each chunk on at once, so a node receives the version at the
+lowest rate on its path from the root, the node that publishes.
 
 If nodes are interchangeable, the tree is built class by class: first the widest paths between classes (Prim), then one
 tree or two inside each class. If links between nodes were measured, the tree is built node by node and, if there are
@@ -26,8 +26,8 @@ from offbeat.planner.place.nodes import NodeFabric, by_class, class_and_number
 
 Senders = Mapping[str, tuple[str, ...]]
 """Senders of each receiver, by the receiver's name. If a receiver has several senders, the n-th sends the n-th share of
-all chunks. If this sender has as many senders itself, it needs only its own n-th share to do so; otherwise it needs all
-chunks."""
+all chunks. A sender that itself has the same number of senders starts once it receives its own n-th share; any other
+sender needs all shares."""
 
 
 def hops_of(senders: Senders) -> Iterator[tuple[str, str]]:
@@ -68,8 +68,8 @@ def arrival_s(
     more chunk per hop."""
     rates = hop_rates(fabric, senders)
     least: dict[tuple[str, int], float] = {}
-    """By node and share of chunks: the rate at which the whole version would arrive if all of it came like this
-    share."""
+    """Rate in bytes/s, by node and share of chunks, at which the whole version would arrive if every share were as fast
+    as this one."""
     delay_s: dict[tuple[str, int], float] = {}
     for name, part in shares_in_order(senders):
         several = senders[name]
@@ -104,7 +104,8 @@ def _held(senders: Senders, name: str, part: int) -> list[tuple[str, int]]:
 
 
 MAX_IMPROVED = 16
-"""Largest number of receivers for which a tree over measured links is improved; one round costs this number cubed."""
+"""Largest number of receivers for which a tree over measured links is improved. The cost of each round of improvement
+grows with the cube of this number."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +152,8 @@ def relay(fabric: NodeFabric, root: str, receivers: Iterable[str], num_bytes: fl
 
 
 def lower_bound_s(fabric: NodeFabric, root: str, receivers: Iterable[str], num_bytes: float) -> float:
-    """Lower bound, for any schedule, of the seconds until all receivers have the version: bytes divided by the smallest
-    max-flow from the root to a receiver. Of interchangeable receivers only one is examined."""
+    """Lower bound on the seconds until all receivers have the version, for any schedule: bytes divided by the smallest
+    max-flow from the root to a receiver. Only one of several interchangeable receivers is examined."""
     names = sorted(receivers, key=class_and_number)
     network = _network(fabric, [root, *names])
     asked = {fabric.nodes[name].offer if fabric.is_alike else name: name for name in names}
@@ -175,8 +176,8 @@ def _network(fabric: NodeFabric, names: Sequence[str]) -> nx.DiGraph:
 
 
 def _connect(network: nx.DiGraph, fabric: NodeFabric, senders: Sequence[str], receivers: Sequence[str]) -> None:
-    """Adds to `network` the links from `senders` to `receivers`, each of one class: one edge per pair of nodes, or a
-    common hub if nodes are interchangeable or share one link."""
+    """Adds to `network` the links from `senders`, nodes of one class, to `receivers`, nodes of one class: an edge per
+    pair of nodes, or a common hub if nodes are interchangeable or share one link."""
     one, other = fabric.nodes[senders[0]].offer, fabric.nodes[receivers[0]].offer
     link, is_near = fabric.inventory.link(one, other), one == other
     if not (fabric.is_alike or link.is_shared):
@@ -276,7 +277,7 @@ def _improved(fabric: NodeFabric, root: str, best: dict[str, str], num_bytes: fl
 
 
 def _cost(fabric: NodeFabric, parents: Mapping[str, str], num_bytes: float) -> tuple[float, float]:
-    """Cost of a tree: seconds until the last receiver has the version; then the sum over receivers, for ties."""
+    """Cost of a tree: seconds until the last receiver has the version. Ties are decided by the sum over receivers."""
     senders = {name: (sender,) for name, sender in parents.items()}
     seconds = arrival_s(fabric, senders, num_bytes).values()
     return round(max(seconds), 9), round(sum(seconds), 9)

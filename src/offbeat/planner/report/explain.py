@@ -12,7 +12,7 @@ from offbeat.planner.solve.search import Result, cheapest, fastest
 
 MORE_BUDGET = 0.1
 BARELY = 1e-3
-"""Least relative gain that is reported; a smaller one is within the search's gap (its tolerance)."""
+"""Relative gain up to which a change is reported to bring nothing; such gains are within the search's tolerance."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ def without_cap(problem: PlanningProblem) -> PlanningProblem:
 def explain(
     problem: PlanningProblem, result: Result, budget: float | None = None, relaxed: Iterable[Relaxation] | None = None
 ) -> list[Gain]:
-    """Relative gain in tokens/s of each of `relaxed` (None: all relaxations) over the plan of `result`, largest
-    first."""
+    """Returns the gain in tokens/s that each relaxation in `relaxed` (None: all) brings over the plan of `result`, the
+    largest first. `budget` ($/h) applies only if `relaxed` is None."""
     gains = []
     for each in relaxations(problem, budget) if relaxed is None else relaxed:
         other = fastest(each.problem, each.budget)
@@ -84,7 +84,7 @@ def explain(
 
 
 def savings(throughput: float, price_per_h: float, relaxed: Iterable[Relaxation]) -> list[Gain]:
-    """Relative saving from each relaxation over a plan of `price_per_h` at the same throughput, the largest first."""
+    """Returns the share of the price `price_per_h` that each relaxation saves at the same throughput, largest first."""
     found = []
     for each in relaxed:
         other = cheapest(each.problem, throughput)
@@ -167,8 +167,8 @@ def gang_price_per_h(problem: PlanningProblem, gang: Gang) -> float:
 
 
 def why_generates(problem: PlanningProblem, offer: str) -> str:
-    """Explains why the class `offer` generates: its lowest price of a million generated tokens, then those of up to
-    three other classes. If all machines are free, tokens per second of a card take the place of prices."""
+    """Explains why the class `offer` generates: its lowest price of a million generated tokens, then the lowest prices
+    on up to three other classes. If all machines are free, tokens per second of a card take the place of prices."""
     prices: dict[str, float] = {}
     rates: dict[str, float] = {}
     for column in problem.rollout:
@@ -182,8 +182,8 @@ def why_generates(problem: PlanningProblem, offer: str) -> str:
 
 
 def why_trains(problem: PlanningProblem, gang: Gang) -> str:
-    """Explains why `gang` trains: its price of a million trained tokens, then the lowest on gangs of one class, for up
-    to three other classes. If all machines are free, seconds per step take the place of prices."""
+    """Explains why `gang` trains: its price of a million trained tokens, then the lowest prices of gangs that use one
+    class only, for up to three classes. If all machines are free, seconds per step take the place of prices."""
     cost: dict[str, float] = {}
     seconds: dict[str, float] = {}
     for other in problem.gangs:
@@ -208,7 +208,8 @@ def _beside(unit: str, figures: Mapping[str, str], own: str) -> str:
 def limit(
     problem: PlanningProblem, solution: Solution, price_per_h: float, budget: float | None, throughput: float | None
 ) -> str:
-    """Names the constraint that limits a plan, as a clause such as "the reward pool limits it"."""
+    """Names the constraint that limits a plan, as a clause such as "the reward pool limits it". The result may depend
+    on `budget` ($/h) and `throughput` (tokens/s) that the user asked for."""
     demand = problem.demand
     gang = problem.gang(solution)
     columns = {column.name: column for column in problem.rollout}

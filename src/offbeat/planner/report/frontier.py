@@ -1,5 +1,5 @@
-"""Plots price against throughput as an HTML page: the best plans of an inventory, the plans of each class of nodes
-alone for the same price, and the split by class that AReaL-Hex (another system) evidently ran.
+"""Plots price against throughput as an HTML page. It shows the best plans of an inventory, and the plans of each class
+of nodes alone for the same price. It also shows the split by class that AReaL-Hex (another system) evidently ran.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def mixed(inventory: Inventory, workload: Workload, constants: Constants | None 
 def homogeneous(
     inventory: Inventory, workload: Workload, constants: Constants | None = None
 ) -> Mapping[str, list[Point]]:
-    """Price and throughput of the best plans on each class of nodes alone, with as many nodes as the price of the whole
-    inventory buys; an empty list if the model does not fit."""
+    """Returns price and throughput of the best plans on each class of nodes alone, by class. The class has as many
+    nodes as the price of the whole inventory buys. The list is empty if the model does not fit."""
     money = sum(machines.node_price_per_h * machines.num_nodes for machines in inventory.classes.values())
     found: dict[str, list[Point]] = {}
     for name in inventory.classes:
@@ -54,7 +54,8 @@ def homogeneous(
 
 def alone(inventory: Inventory, name: str, money_per_h: float) -> Inventory:
     """Returns an inventory with the node class `name` alone, and as many of its nodes as `money_per_h` buys, at least
-    one. Keeps the number of nodes if they cost nothing, or if the inventory has no link between two of them."""
+    one node. Keeps their number if nodes cost nothing, or if the inventory has no link between two nodes of the
+    class."""
     machines = inventory.classes[name]
     link = inventory.links.get(frozenset((name,)))
     if machines.node_price_per_h and link is not None:

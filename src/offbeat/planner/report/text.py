@@ -151,8 +151,8 @@ def what_would_help(
     nodes_alone: bool = False,
 ) -> list[str]:
     """Returns a line for each limit of the plan, such as the budget or the number of nodes of a class. The line says
-    how much throughput or money relaxing this limit would gain; the largest gain comes first. With `nodes_alone`, only
-    one more node of each class is tried, which may also allow larger training gangs."""
+    how much throughput or money relaxing this limit would gain; the largest gain comes first. With `nodes_alone`, the
+    only limits are the numbers of nodes: one more node of each class is tried."""
     known: Known = {}
     problem = _as_placed(problem_of(inventory, workload, constants, known=known), plan)
     relaxed = [*_more_nodes(inventory, workload, plan, constants, known)]

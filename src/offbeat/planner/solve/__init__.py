@@ -1,1 +1,1 @@
-"""The solver: from a planning problem to a solution with a proof of optimality, and a checker that needs no solver."""
+"""The solver: finds a plan for a planning problem and proves how good it is. The checker of plans needs no solver."""

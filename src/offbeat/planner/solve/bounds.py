@@ -1,4 +1,4 @@
-"""Lower bounds on every plan by weak duality, for all gangs at once.
+"""Lower bounds on the period or the price of every plan by weak duality, for all training gangs at once.
 
 Multipliers put a price on demand (nu per token), on the in-flight cap (lam per trajectory) and on money (mu per
 millionth of a $/h). A replica is then worth nu * its tokens - lam * its trajectories in flight. A node is worth at most
@@ -24,8 +24,8 @@ MARGIN = 1e-9
 """Relative rounding error of floats; an excess below it proves nothing."""
 BISECTIONS = 26
 LIKELY = 4
-"""Number of columns per class that `likely` returns: a good plan uses the best one, and a few others to fill the
-rest."""
+"""Number of columns (replica shapes) per class that `likely` returns. A good plan uses the best column, and a few
+others to fill the cards that are left."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,9 @@ def worth(view: View, tau_s: float | Floats, prices: Multipliers, gangs: Ints) -
 
 
 def excess(view: View, tau_s: float | Floats, prices: Multipliers, budget: int | None, gangs: Ints) -> Floats:
-    """Returns for each gang how much more the demanded tokens are worth at these dual prices than its plans can supply.
-    A positive number proves that the gang has no plan at period `tau_s` for at most `budget` (millionths of $/h)."""
+    """Returns for each gang the worth of the demanded tokens at these dual prices, less the most that plans with this
+    gang can supply. A positive number proves that the gang has no plan at period `tau_s` for at most `budget`
+    (millionths of $/h)."""
     nodes = worth(view, tau_s, prices, gangs)
     supply = (view.free_nodes[gangs] * np.maximum(nodes - prices.mu * view.node_price, 0.0)).sum(axis=1)
     money: Floats = np.zeros(len(gangs))
@@ -75,8 +76,9 @@ def likely(view: View, tau_s: float, prices: Multipliers, gang: int) -> Ints:
 def shortest_periods(
     view: View, prices: Multipliers, budget: int | None, gangs: Ints, low_s: Floats, high_s: float
 ) -> Floats:
-    """Returns for each training gang a period below `high_s` for which these dual prices prove that the gang has no
-    plan; `low_s` if they prove nothing. In shorter periods nodes are worth less, so a proof also holds there."""
+    """Returns for each training gang the longest period found, below `high_s`, for which these dual prices prove that
+    the gang has no plan; `low_s` if they prove nothing. The proof also holds for shorter periods, because nodes
+    generate less in them."""
     lasting = excess(view, low_s, prices, budget, gangs) > 0
     low, mine = low_s.copy(), gangs[lasting]
     if not len(mine):

@@ -1,8 +1,8 @@
 """The proof of a plan: no plan has a shorter period, or a lower price.
 
-For every gang with a short enough period, the certificate holds dual prices (see `bounds`) that show by plain
-arithmetic that no plan exists. Nodes and replicas are whole numbers, so dual prices cannot rule out every gang. The
-others are listed in `by_solver`.
+For every training gang that is fast enough for a better plan, the certificate holds dual prices (see `bounds`). They
+show by plain arithmetic that the gang has no such plan. Nodes and replicas are whole numbers, so dual prices cannot
+rule out every gang. The gangs that only the solver ruled out are listed in `by_solver`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Certificate:
     by_solver: tuple[str, ...]
     """Names of gangs that only the solver ruled out; no dual prices prove it."""
     columns_sha256: str
-    """`digest` of the problem for which this is proven."""
+    """`digest` of the planning problem for which this is proven."""
     solver: str
     cost_model: str = "unstated"
     held_out_error: float | None = None
@@ -72,7 +72,8 @@ def certify(view: View, pool: Sequence[Multipliers], tau_lo_s: float, price_cap:
 
 
 def distance(certificate: Certificate, tau_s: float, price_per_h: float, *, is_for_price: bool) -> float:
-    """Relative distance of a plan from its proven lower bound: by price if `is_for_price`, otherwise by period."""
+    """Relative distance of a plan from its proven lower bound: of its price if `is_for_price`, otherwise of its
+    period."""
     if not is_for_price:
         return max(tau_s / certificate.tau_lo_s - 1, 0.0)
     least = 0 if certificate.price_cap is None else certificate.price_cap + 1

@@ -1,8 +1,8 @@
 """Checks a plan and its certificate without a solver, in exact arithmetic.
 
-The checker shares no code with the program or its bounds: numbers are fractions, counts are integers, and money is in
-whole millionths of a dollar. A certificate is checked as far as its dual prices prove it; gangs that only the solver
-ruled out must be listed.
+The checker shares no code with the integer program or its bounds: numbers are fractions, counts are integers, and money
+is in whole millionths of a dollar. The dual prices of a certificate must rule out every training gang that it does not
+list as ruled out by the solver alone.
 """
 
 from __future__ import annotations
@@ -218,14 +218,16 @@ _Place = tuple[str, bool]
 """Name of a class of nodes, and True for its nodes that train (home) or False for nodes rented for rollout."""
 _Worths = dict[_Place, Fraction]
 _Ladders = dict[_Place, tuple[list[Fraction], list[Fraction]]]
-"""For each place, two lists: the times that columns (replica shapes) need to finish a long answer, in ascending order,
-and for each of these times the most that an accelerator is worth in a column that needs no longer."""
+"""For each place, two lists. The first holds the times in which columns (replica shapes) finish a long answer,
+ascending. The second holds, for each of these times, the highest worth of an accelerator in any column at least as
+quick."""
 
 
 def _ladders(problem: PlanningProblem, gang: Gang, tau: Fraction, nu: Fraction, lam: Fraction) -> _Ladders:
-    """Returns the most that an accelerator of each place is worth, by the time allowed for a long answer. `nu` is the
-    price of a token, `lam` that of a trajectory in flight. With staleness bound 0, only columns whose long answers are
-    in time with this gang count. With a larger bound, all gangs with the same publishing class get the same result."""
+    """Returns the highest worth of an accelerator of each place, by the time allowed for a long answer. `nu` is the
+    price of a token, `lam` the price of a trajectory in flight. With staleness bound 0, columns whose long answers are
+    too late with this gang are left out. With a larger bound, the result is the same for all gangs with the same
+    publishing class."""
     values: dict[_Place, list[tuple[Fraction, Fraction]]] = {}
     for column in problem.rollout:
         needed = Fraction(0)
@@ -244,8 +246,8 @@ def _ladders(problem: PlanningProblem, gang: Gang, tau: Fraction, nu: Fraction, 
 
 
 def _worths(problem: PlanningProblem, gang: Gang, tau: Fraction, ladders: _Ladders) -> _Worths:
-    """Returns the most that an accelerator of each place (node class, and whether its nodes train) is worth, in replica
-    shapes that finish a long answer in time with this gang."""
+    """Returns the highest worth of an accelerator of each place (node class, and whether its nodes train). Only replica
+    shapes that finish a long answer in time with this gang count."""
     demand = problem.demand
     left = (demand.bound + 1 - Fraction(demand.age_guard)) * tau - Fraction(gang.period_s)
     best = {(name, is_home): Fraction(0) for name in problem.offers for is_home in (False, True)}
@@ -259,8 +261,8 @@ def _worths(problem: PlanningProblem, gang: Gang, tau: Fraction, ladders: _Ladde
 def _supply(
     problem: PlanningProblem, gang: Gang, price_cap: int | None, worths: _Worths, lam: Fraction, mu: Fraction
 ) -> Fraction:
-    """Returns an upper bound on what any plan with this gang supplies, valued at these dual prices. If the demanded
-    tokens are worth more, the gang is ruled out."""
+    """Returns an upper bound on the worth, at the dual prices `lam` and `mu`, of the tokens that any plan with this
+    gang generates. If the demanded tokens are worth more, the gang is ruled out."""
     demand = problem.demand
     cap = demand.bound * demand.trajectories - Fraction(demand.queue) if demand.bound else Fraction(demand.trajectories)
     supply = lam * cap

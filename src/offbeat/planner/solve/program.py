@@ -1,9 +1,9 @@
-"""The integer program at a fixed period: finds the best plan, or proves that there is none.
+"""The integer program at a fixed period (time from one step to the next): finds the best plan, or proves there is none.
 
-Variables are z (1 for the chosen gang), y (replicas of each column) and n (nodes rented for rollout). If the rates of
-columns depend on the gang, each set of rates has its own y. Rows are scaled so that the solver's tolerance is a small
-part of a replica. An answer counts as feasible only if `holds` confirms it in exact arithmetic. Running out of time is
-`UNKNOWN`, never `INFEASIBLE`.
+Variables are z (1 for the chosen gang), y (replicas of each column) and n (nodes rented for rollout). If the token
+rates of columns depend on the gang, each set of rates has its own y. Rows are scaled so that the solver's tolerance is
+a small part of a replica. A plan from the solver counts as feasible only if `holds` confirms it in exact arithmetic. If
+the solver runs out of time, the status is `UNKNOWN`, never `INFEASIBLE`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from offbeat.planner.solve.view import ColumnCounts, Floats, Ints, View
 
 
 def holds(view: View, counts: ColumnCounts, tau_s: float, budget: int | None = None) -> bool:
-    """Whether a plan satisfies every constraint at the period `tau_s`, in exact arithmetic."""
+    """Whether the plan `counts` satisfies every constraint at the period `tau_s`, in exact arithmetic. `budget` is in
+    millionths of $/h (None: no limit)."""
     demand, gang = view.problem.demand, view.gangs[counts.gang]
     tau = Fraction(tau_s)
     used = [j for j, count in enumerate(counts.replicas) if count]
@@ -54,7 +55,8 @@ def holds(view: View, counts: ColumnCounts, tau_s: float, budget: int | None = N
 
 
 def shortest_s(view: View, counts: ColumnCounts, tau_s: float) -> float:
-    """Shortest period in seconds at which a plan that holds at `tau_s` still holds, in closed form and rounded up."""
+    """Shortest period in seconds at which a plan that meets all constraints at `tau_s` still meets them. It is computed
+    in closed form and rounded up."""
     s, used = counts.gang, np.flatnonzero(counts.replicas)
     opening_s = view.opening_s(counts)
     opens_s = max(float(view.period[s]), *(float(opening_s[j]) for j in used))
@@ -97,15 +99,15 @@ def quiet_stdout() -> Iterator[None]:
 
 
 TIGHTER = 1e-6
-"""Part of a replica by which demand is raised for a second try, if the solver's answer meets demand only within the
-solver's tolerance."""
+"""If the solver's plan misses the demand for tokens by less than its tolerance, the program is solved a second time.
+The demand is then raised by this part of the tokens of one replica."""
 
 
 class Aim(StrEnum):
     PRICE = "price"
     """Lowest price."""
     TOKENS = "tokens"
-    """Most tokens in a period, which shows how much shorter the period could be."""
+    """Most tokens generated in a period, which shows how much shorter the period could be."""
     IN_FLIGHT = "in flight"
     """Fewest trajectories in flight, for the freshest data."""
 

@@ -1,9 +1,10 @@
 """The search for a plan with a proof: the fastest within a budget, the cheapest at a throughput, or the frontier.
 
-Every gang has a proven lower bound on its period, or on its price. The search always takes the gang with the lowest
-bound. Dual prices first raise the bounds of all gangs at once. Then the integer program for this gang alone finds a
-plan or proves that none exists; it first tries the few columns that the dual prices make likely. The search ends when
-no gang can beat the best plan by more than the gap. If the program runs out of time, the gap is wider.
+Every training gang has a proven lower bound on the period, or on the price, of plans that use it. The search always
+takes the gang with the lowest bound. Dual prices first raise the bounds of all gangs at once. Then the integer program
+for this gang alone finds a plan or proves that none exists; it first tries the few columns (replica shapes) that the
+dual prices make likely. The search ends when no gang can beat the best plan by more than the gap, a relative tolerance.
+If the program runs out of time, the gap that is reported is wider.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from offbeat.planner.solve.program import Aim, Solver, SolverOutcome, Status, hi
 from offbeat.planner.solve.view import MICRO, ColumnCounts, Floats, View, micros, restore, view_of
 
 TRIES = 3
-"""How often the integer program of one gang is tried if it runs out of time, each time at a period nearer to the gang's
-lower bound."""
+"""Number of times that the integer program of one gang is tried if it runs out of time. Each try has a period nearer to
+the gang's lower bound."""
 GUESSES = (0.5, 8.0, 64.0)
 """Periods at which a gang is tried with its likely columns only, before it is tried with all columns. Each is given as
 its distance above the gang's lower bound, in multiples of the gap."""
@@ -33,11 +34,11 @@ TIGHT = 1e-5
 FRESH_ENOUGH = 0.01
 """Relative tolerance of the number of trajectories in flight; smaller differences in mean age do not matter."""
 WITHIN_S, FRESH_WITHIN_S = 5.0, 1.0
-"""Time limits of an integer program, and of one that only lowers the trajectories in flight of a plan already found."""
+"""Time limits in seconds: of an integer program, and of one that only lowers the number of trajectories in flight."""
 SHARES = (1.0, 0.5, 0.25)
-"""Shares of the wanted headroom (surplus over the demand) that are tried, in this order."""
+"""Shares of the wanted headroom (surplus over the demand for tokens) that are tried, in this order."""
 NEARLY = 0.8
-"""A plan with this share of a wanted headroom (surplus over the demand) counts as having all of it."""
+"""A plan that has this share of the wanted headroom (surplus over the demand for tokens) counts as having all of it."""
 HAIR = 1e-12
 """Relative difference between periods that is too small to matter to users. It lifts a bound just above a period that
 was ruled out."""
@@ -202,10 +203,10 @@ def roomy_counts(
     search: Search, tau_s: float, cap: int, plans: Sequence[ColumnCounts], headroom: float
 ) -> tuple[Search, ColumnCounts] | None:
     """Looks for the cheapest plan at this period that exceeds the demand by the share `headroom`, both in tokens and in
-    time for long answers. Only the gangs of `plans` are tried. Returns a search with this demand, and the plan.
+    time for long answers. Only the gangs of `plans` are tried. Returns a search with the raised demand, and the plan.
 
-    If no plan within `cap` has all of `headroom`, less is tried: first smaller shares of it, then headroom in tokens
-    alone, then the headroom that `plans` already have. Returns None if there is no headroom at all."""
+    If no plan that costs at most `cap` (millionths of $/h) has all of `headroom`, less is tried: first smaller shares
+    of it, then headroom in tokens alone, then the headroom that `plans` already have. Returns None if there is none."""
     demand, windows = search.view.problem.demand, search.view.windows
     had = max(_headroom(search.view, tau_s, plan) for plan in plans) * (1 - TIGHT)
     gangs = dict.fromkeys(plan.gang for plan in plans)
@@ -251,8 +252,8 @@ def _roomy_counts(roomy: Search, tau_s: float, cap: int, gang: int) -> ColumnCou
 
 
 def freshest_counts(search: Search, tau_s: float, counts: ColumnCounts) -> ColumnCounts:
-    """Returns a plan of the same gang, at no higher price, with the fewest trajectories in flight; `counts` itself if
-    no plan with fewer is found in time."""
+    """Returns a plan with the gang of `counts`, at no higher price, with the fewest trajectories in flight. Returns
+    `counts` itself if no plan with fewer is found in time."""
     view, price = search.view, search.view.price(counts)
     relaxed = bounds.least_in_flight(view, tau_s, counts.gang, price)
     guides = (None,) if relaxed is None else (relaxed[1], None)
@@ -297,15 +298,15 @@ class Result:
     in_flight: int = 0
     """Number of trajectories in flight."""
     tau_lo_s: float = 0.0
-    """Lower bound on the period of a plan within the budget; 0: none was proven."""
+    """Lower bound in seconds on the period of a plan within the budget; 0: no bound was proven."""
     certificate: Certificate | None = None
     note: str = ""
     """A remark of one line, if any."""
 
 
 def fastest(problem: PlanningProblem, budget: float | None = None, gap: float = GAP, solver: Solver = highs) -> Result:
-    """Returns the plan with the shortest period for at most `budget` ($/h). Of several, it prefers the cheapest, then
-    one with headroom at that period and price, then the one with the fewest trajectories in flight."""
+    """Returns the plan with the shortest period for at most `budget` ($/h). Of equally fast plans, the cheapest is
+    preferred, then one that exceeds the demand for tokens, then the one with the fewest trajectories in flight."""
     search = Search(view_of(problem), gap, solver)
     cap = None if budget is None else micros(budget)
     status, counts, tau_s, low = fastest_counts(search, cap)

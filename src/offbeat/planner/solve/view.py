@@ -1,9 +1,11 @@
-"""A problem as arrays for the solvers: dominated columns and gangs are dropped, and equal classes merged.
+"""A planning problem as arrays for the solvers, without columns and gangs that others beat, and with equal classes
+merged.
 
-Arrays are indexed by gang, rollout column or merged class; the order depends on numbers, never on names. Merging and
-dropping keep every optimum; `restore` leads back to names. Money is counted in whole millionths of a dollar, so that
-sums are exact. Replicas on the gang's own nodes are columns of a *home* class. Such a class offers no nodes; each gang
-brings its own at no cost, so it counts as taking a negative number of home nodes.
+A gang is a candidate group of training nodes, a rollout column a replica shape, and a class a kind of identical nodes.
+Arrays are indexed by these, in an order that depends on numbers, never on names. Merging and dropping do not change the
+best period or price; `restore` leads back to names. Money is counted in whole millionths of a dollar, so that sums are
+exact. Replicas on the gang's own nodes are columns of a *home* class. Such a class offers no nodes: each gang brings
+its own nodes at no cost, which is written as taking a negative number of home nodes.
 """
 
 from __future__ import annotations
@@ -83,8 +85,8 @@ def figures(column: RolloutColumn, roots: Sequence[str]) -> tuple[float, ...]:
 
 def efficient(columns: list[RolloutColumn], roots: Sequence[str]) -> list[RolloutColumn]:
     """Returns the columns (replica shapes) that no other column beats, sorted by their numbers, then by name. A column
-    beats another if it is as good in every respect (tokens per accelerator, delays, memory) and its size divides the
-    other's size, so that its replicas fit on the same cards."""
+    beats another if it is as good in every respect (tokens per accelerator, delays, memory). Its number of cards must
+    also divide the other's number, so that its replicas fit on the same cards."""
     columns = sorted(columns, key=lambda column: (*figures(column, roots), column.name))
     columns = [c for c, before in zip(columns, [None, *columns], strict=False) if not _same(c, before, roots)]
     if not columns:
@@ -117,8 +119,8 @@ def efficient_gangs(
     columns: Sequence[Sequence[RolloutColumn]],
 ) -> tuple[tuple[Gang, ...], dict[str, str]]:
     """Returns the training gangs that fit the offered nodes and that no other gang beats. Also returns, for each beaten
-    gang, the name of one that beats it. A gang beats another if it is as good in nodes, period, delays of versions and
-    memory kept for training state, and has at least as many home nodes (own nodes shared with replicas).
+    gang, the name of a gang that beats it. A gang beats another if it is as good in nodes, period, delays of versions
+    and memory kept for training state. It must also have as many home nodes (own nodes shared with replicas), or more.
 
     `nodes_of` returns an array of gangs x classes. `own` holds the home classes, each as a tuple of one name. `columns`
     holds the equal replica shapes of each rollout column."""
@@ -151,8 +153,8 @@ def efficient_gangs(
 
 
 def _lost(columns: Sequence[RolloutColumn], sources: set[Source], relays: frozenset[str]) -> dict[Source, Floats]:
-    """Returns for each source of versions the delays in seconds by which sources are compared: first the blocking times
-    of columns, if they differ between sources, then all distinct lags."""
+    """Returns, for each source of versions, the delays in seconds by which sources are compared. These are the blocking
+    times of columns, if they differ between sources, and then all distinct lags."""
     order, roots = list(sources), sorted({root for root, _ in sources})
     blocking = np.array([[one.blocking_s[root] for one in columns] for root in roots]).reshape(len(roots), -1)
     blocking = blocking[:, (blocking != blocking[:1]).any(axis=0)]
@@ -184,7 +186,7 @@ class Windows:
     trained_s: Floats
     """Seconds of training of each gang, which are added to `late_s`."""
     num_periods: float = 1.0
-    """Length of the age window in periods."""
+    """Number of periods in which a long answer must end, training and transfer of the version included."""
     stretch: float = 1.0
     """Factor on the shortest periods; above 1, long answers must end earlier."""
 
@@ -204,8 +206,8 @@ class Windows:
 def windows(
     problem: PlanningProblem, gangs: Sequence[Gang], columns: Sequence[Sequence[RolloutColumn]], overs: Sequence[str]
 ) -> tuple[Floats, Windows]:
-    """Returns two results by gang and column: the seconds of a period without generation, and the shortest periods in
-    which a long answer is in time for training. `overs` are the classes that may relay versions."""
+    """Returns two results by gang and column: the seconds of a period in which a replica does not generate, and the
+    shortest periods in which a long answer is in time for training. `overs` are the classes that may relay versions."""
     demand = problem.demand
     relays = relays_of(problem)
     sources = [source_of(gang, relays) for gang in gangs]
@@ -228,8 +230,8 @@ def windows(
 
 
 def _taking_turns(gangs: Sequence[Gang], columns: Sequence[RolloutColumn], late_s: Floats | float) -> Windows:
-    """Returns the windows for staleness bound 0, where training and generation take turns. Stored by gang, because the
-    training state that a gang keeps on its cards may leave a column there no memory."""
+    """Returns the windows for staleness bound 0, where training and generation take turns. They are stored by gang,
+    because the training state that a gang keeps on its cards may leave a replica there too little memory."""
     room = np.array([np.inf if column.room_bytes is None else column.room_bytes for column in columns])
     offers = sorted({column.offer for column in columns})
     kept = np.array([[gang.kept_bytes.get(name, 0.0) for name in offers] for gang in gangs], dtype=float)
@@ -278,7 +280,7 @@ class View:
     """Array of gangs x columns: seconds of a period in which a column does not generate, including training if
     generation waits for it."""
     windows: Windows
-    """Shortest periods that leave time for each column's tail (a long answer)."""
+    """Shortest periods in which a long answer of each column is in time for training."""
     relays: Ints
     """Indices of the merged classes that may relay versions."""
     gang_nodes: Ints
@@ -294,8 +296,8 @@ class View:
 
     @cached_property
     def in_flight_cap(self) -> float:
-        """Largest number of trajectories in flight: the staleness bound times those of a step, less those that wait for
-        training; with bound 0, those of one step."""
+        """Largest number of trajectories in flight: the staleness bound times the trajectories of a step, less the
+        number that waits for training. With bound 0, it is the number of trajectories of a step."""
         demand = self.problem.demand
         return demand.bound * demand.trajectories - demand.queue if demand.bound else float(demand.trajectories)
 
@@ -397,8 +399,8 @@ def view_of(problem: PlanningProblem) -> View:
 
 
 def restore(view: View, counts: ColumnCounts, tau_s: float) -> Solution:
-    """Translates counts into a solution by names. Replicas are laid out largest first; their sizes divide one another,
-    so no replica crosses a node."""
+    """Translates counts by index into a solution by names. Replicas are laid out on nodes largest first; their sizes
+    divide one another, so no replica crosses a node."""
     gang = view.gangs[counts.gang]
     nodes, replicas = view.nodes(counts), np.array(counts.replicas)
     rented: dict[str, int] = {}
@@ -442,8 +444,8 @@ def _check(problem: PlanningProblem) -> None:
 
 
 def _columns_of(problem: PlanningProblem, offer: str, *, is_home: bool = False) -> list[RolloutColumn]:
-    """Returns the columns (replica shapes) on rented nodes of the class `offer`. With `is_home`, returns those on nodes
-    of this class that also train; there are none if the staleness bound is above 0."""
+    """Returns the columns (replica shapes) on rented nodes of the class `offer`. With `is_home`, returns columns on
+    nodes of this class that also train; there are none if the staleness bound is above 0."""
     if is_home and problem.demand.bound:
         return []
     return [column for column in problem.rollout if column.offer == offer and column.is_home == is_home]

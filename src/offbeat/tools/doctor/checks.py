@@ -1,8 +1,8 @@
 """Examines this machine for one configuration; each `check_…` returns findings in the order of the report.
 
-Importing torch, writing to the disk, and asking another Python or a server may hang or crash. So they run in processes,
-which are killed at a deadline or when the doctor is interrupted. If such a process gives no answer, that is a finding
-too.
+Importing torch, writing to the disk, and asking another Python or a server may hang or crash. Each of these checks
+therefore runs in a process, which is killed at a deadline or when the doctor is interrupted. If such a process gives no
+answer, the report has a finding about it.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ SHM = Path("/dev/shm")
 MIN_SHM_BYTES = 2**30
 """Shared memory that the processes of one engine need; containers often have 64 MB."""
 MIN_FILES = 1024
-"""Smallest limit on open files: for a connection per worker, the ledger, the weights and the reward processes."""
+"""Smallest limit on open files that suffices for connections to workers, ledger, weights and reward processes."""
 END_WITHIN_S = 1.0
-"""Longest wait for a killed process to end; one that hangs on a dead disk is left behind."""
+"""Longest wait for a killed process to end; a process that hangs on a dead disk is not waited for any longer."""
 REPAIR_TORCH = "python -c 'import torch' shows more; pip install --force-reinstall torch repairs a broken one"
 FIND_ENGINES = """
 import importlib.metadata as metadata, importlib.util, json
@@ -71,7 +71,8 @@ def version(name):
 
 print(json.dumps({name: version(name) for name in ("vllm", "sglang") if importlib.util.find_spec(name)}))
 """
-"""Program for the engine's Python, which may have no packages; so it imports only the standard library."""
+"""Program that `engine.python` runs to list its engines. It imports only the standard library, because that Python may
+have no packages."""
 
 
 class ProbeFailed(OffbeatError):
@@ -231,8 +232,8 @@ def _commit() -> str:
 
 
 async def check_engines(config: Config, url: str, within_s: float) -> list[Finding]:
-    """Finds out which engines the Python `engine.python` has, and judges them. That Python runs without our PYTHONPATH
-    and working folder, just as when it starts a server."""
+    """Finds out which engines are installed for the Python in `engine.python`, and whether their versions suffice. That
+    Python runs without our PYTHONPATH and working folder, just as when it starts a server."""
     engine, python = config.rollout.engine, config.engine.python or sys.executable
     wanted = engine if engine in SERVED and not url else ""
     program = shutil.which(os.path.expanduser(python))

@@ -1,8 +1,8 @@
 """Checks that may hang or crash, each in a process of its own: torch, the disk, an engine's server.
 
-`python -m offbeat.tools.doctor.probes NAME URL PARAMETERS` reads the configuration from standard input and prints
-findings as a line of JSON, or ends with status 1 and one line on standard error. URL is that of an engine's server or
-empty; PARAMETERS is the model's size, 0 if unknown.
+`python -m offbeat.tools.doctor.probes NAME URL PARAMETERS` reads the configuration from standard input. It prints
+findings as a line of JSON, or ends with status 1 and one line on standard error. NAME is the check, URL an engine's
+server or empty, and PARAMETERS the model's number of parameters, 0 if unknown.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def check_device(device: torch.device, *, is_used: bool) -> Iterator[Finding]:
 def check_memory(
     config: Config, parameters: int, device: str, free: int, total: int, *, starts_server: bool
 ) -> Finding:
-    """Checks that the device has enough memory for training, besides the share that an engine's server on it takes."""
+    """Checks that the device has enough memory for training, besides the memory that an engine's server there takes."""
     parts = training_bytes(config, parameters, on_gpu=device != "cpu")
     needed = sum(parts.values())
     left = int(total * (1 - server_share(config, total)))

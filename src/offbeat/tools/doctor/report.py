@@ -32,9 +32,9 @@ class Finding:
     text: str
     level: Level = Level.FINE
     remedy: str = ""
-    """A command to type or a key to change."""
+    """What to do about the finding: a command to type or a key to change."""
     works: str = ""
-    """A choice that this finding makes possible."""
+    """A choice that will work here according to this finding, such as `--model.device cuda:0`."""
 
 
 def judged(about: str, text: str, *, bad: bool, remedy: str, level: Level = Level.WARNS) -> Finding:
@@ -56,7 +56,7 @@ class DoctorReport:
 
     @property
     def changes(self) -> list[str]:
-        """Packages to install and settings to change; those that stop the run come first."""
+        """Packages to install and settings to change; changes without which the run cannot start come first."""
         levels = (Level.STOPS, Level.WARNS)
         return [f"{f.about}: {f.remedy or f.text}" for level in levels for f in self.findings if f.level is level]
 
