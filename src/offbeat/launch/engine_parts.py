@@ -28,7 +28,7 @@ class Engines(Protocol):
     """Whether `open` can be called again after an engine died."""
 
     async def open(self) -> Engine:
-        """Opens an engine, which serves nothing before its first weights are loaded. If one died, first `dispose` it."""
+        """Opens an engine, which serves nothing before its first weights. Call `dispose` first if another one died."""
         ...
 
     async def wait_exited(self) -> EngineDied:
