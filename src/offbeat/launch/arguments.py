@@ -1,4 +1,4 @@
-"""Turns the arguments of `offbeat.train` into a configuration, and rows, functions and rewards that it cannot hold."""
+"""Turns the arguments of `offbeat.train` into a configuration, and the functions and rewards that it cannot hold."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offbeat.data.mixture import RewardSpec
 from offbeat.errors import UserError
 
 SHORT = {"model": "model.path", "steps": "run.steps", "name": "run.name", "lr": "optimizer.lr"}
-"""Configuration keys that have a short form as an argument."""
+"""Short names of arguments, and the configuration keys for which they stand."""
 DEMO_MODEL = "offbeat-tiny"
 
 
@@ -23,7 +23,7 @@ class Prepared:
     config: Config
     reward: RewardSpec | None
     functions: dict[str, Callable[..., Any]]
-    """Sources of prompts, by `task.path`."""
+    """Functions given as sources of prompts, by the `task.path` that names each in `config`."""
 
 
 def prepare(
@@ -35,7 +35,8 @@ def prepare(
     resume: Path | None,
     rows: Path,
 ) -> Prepared:
-    """Checks the arguments of `offbeat.train`. Rows of `task` are recorded in the existing folder `rows`."""
+    """Checks the arguments of `offbeat.train` and returns what the run needs. `resume` is the folder of the run to
+    resume; None: a new run. Data rows in `task` are written to files in the folder `rows`, which must exist."""
     keys = {SHORT[k] if k in SHORT and not isinstance(v, Mapping) else k: v for k, v in overrides.items()}
     base = _base(config, resume, keys)
     tasks = Tasks(rows)
@@ -61,9 +62,9 @@ def _weights(base: Mapping[str, Any]) -> Mapping[str, Any]:
 def _base(
     config: Config | Mapping[str, Any] | str | Path | None, resume: Path | None, keys: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the configuration before any override. If none is given, it is that of the run to resume. A new run with
-    the demo's model gets the demo's; any other model gets the defaults, because the demo's learning rate would ruin
-    it."""
+    """Returns the configuration to which the overrides `keys` are then applied. Without `config`, it is that of the run
+    to resume. A new run without `config` gets the demo's configuration if it uses the demo's model, otherwise only
+    defaults, because the demo's learning rate would ruin another model."""
     if config is None and resume is None:
         model = keys.get("model.path") or dict(keys.get("model", {})).get("path", DEMO_MODEL)
         return copy.deepcopy(DEMO) if model == DEMO_MODEL else {}
@@ -76,7 +77,7 @@ def _base(
 
 
 def read_reward(reward: Any) -> tuple[RewardSpec | None, dict[str, float]]:
-    """Returns a reward in the form that the rest of Offbeat uses, and the weights that were given for its parts."""
+    """Returns the argument `reward` as one reward or a dict of rewards by name, and the weights given with them."""
     if reward is None or callable(reward) or isinstance(reward, str):
         return reward, {}
     if isinstance(reward, Sequence) and reward:
@@ -105,7 +106,7 @@ def read_reward(reward: Any) -> tuple[RewardSpec | None, dict[str, float]]:
 
 
 class Tasks:
-    """Turns the argument `task` into sections of a configuration."""
+    """Turns the argument `task` of `offbeat.train` into `[[task]]` sections of a configuration."""
 
     def __init__(self, rows: Path):
         self.folder = rows
@@ -116,8 +117,8 @@ class Tasks:
         return [self._section(one) for one in (task if several else [task])]
 
     def name_functions(self, task: Any) -> None:
-        """Takes the functions of `task` for a resumed run. Raises `UserError` for anything else, because the run keeps
-        its tasks and its rows."""
+        """Stores the functions in `task` for a resumed run, whose configuration already names them. Raises `UserError`
+        if `task` holds anything else, because a resumed run keeps its tasks and rows."""
         for one in task if isinstance(task, list | tuple) else [task]:
             function = one.get("rows") if isinstance(one, Mapping) else one
             if not callable(function):
@@ -147,8 +148,8 @@ class Tasks:
 
 
 def _is_section(task: Any) -> bool:
-    """Whether a value is a `task` table as in a configuration, or a dict with rows under the key `rows`. A single row
-    of data, which may have a column `source`, is neither."""
+    """Whether the value is a `[[task]]` section as in a configuration, or a dict with data under the key `rows`. A
+    single row of data is neither, even if it has a column `source`."""
     return isinstance(task, Mapping) and ("rows" in task or task.get("source") in TASK_MODELS)
 
 

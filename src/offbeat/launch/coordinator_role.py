@@ -110,7 +110,8 @@ async def _serving(served: ServedRun, address: Address) -> AsyncIterator[HttpSer
 
 
 def address_of(config: Config, run: Path | None = None) -> Address:
-    """Returns the configured address to serve at. Port 0 becomes the last port of `run`, which its workers know."""
+    """Returns the configured address to serve at. If the port is 0 (any), takes the port at which the run in folder
+    `run` was served last, because its workers know that port."""
     wanted = config.serve
     is_plain = wanted.certificate == PLAIN
     if is_plain and wanted.key is not None:
@@ -126,9 +127,10 @@ def address_of(config: Config, run: Path | None = None) -> Address:
 
 
 def _port_before(run: Path, which: str) -> int:
-    """Returns the run's last port, from the URL with the key `which` in serve.json; 0 (any port) if there is none.
+    """Returns the port at which the run was served last: that of the URL with the key `which` in serve.json.
 
-    A copy of a run gets 0 while the original exists, because the port belongs to the original and its workers.
+    Returns 0 (any port) if there is none. A copied run folder also gets 0 while the original exists, because the port
+    belongs to the original's workers.
     """
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         last = json.loads((run / ADDRESS).read_text())
@@ -159,14 +161,14 @@ def _announce(folder: RunFolder, server: HttpServer, near_url: str, runtime: Coo
 
 
 def _own_rewards(config: Config) -> str:
-    """Returns options of `offbeat worker` that allow a judge to call the run's own rewards, such as module:function."""
+    """Returns options of `offbeat worker` that allow a judge to run the user's own rewards, such as module:function."""
     own = {number: task.reward for number, task in enumerate(config.task) if task.reward and ":" in task.reward}
     key = "task" if len(config.task) == 1 else "task.{}"
     return "".join(f" --{key.format(number)}.reward {reward}" for number, reward in own.items())
 
 
 async def _until_over(folder: RunFolder, runtime: CoordinatorRuntime, stopping: Stopping) -> bool:
-    """Waits, without a limit, for the end of the run; returns whether the last step was reached."""
+    """Waits, without a time limit, for the end of the run; returns whether the last step's checkpoint was saved."""
     config, coordinator = folder.config, runtime.coordinator
     try:
         async with asyncio.TaskGroup() as parts:
@@ -188,7 +190,7 @@ async def _until_over(folder: RunFolder, runtime: CoordinatorRuntime, stopping: 
 
 
 async def _note_seen(runtime: CoordinatorRuntime) -> None:
-    """Records in the ledger when each member called last, for `offbeat worker list`."""
+    """Keeps recording in the ledger when each worker, judge and trainer called last, for `offbeat worker list`."""
     while True:
         await runtime.coordinator.call(runtime.ledger.note_seen, dict(runtime.coordinator.seen))
         await asyncio.sleep(NOTE_SEEN_EVERY_S)

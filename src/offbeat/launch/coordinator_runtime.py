@@ -1,6 +1,6 @@
 """The coordinator with the parts around it in one process: ledger, reporter, console and metric sinks.
 
-Nothing durable is written before all parts are built, so a run that cannot begin leaves its name free.
+`prepare` finds errors in the tokenizer and the prompts before `open_coordinator` creates the ledger.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from offbeat.weights.version import WeightFolder
 
 @dataclass(frozen=True)
 class Prepared:
-    """Parts of a coordinator that are built early, to find errors in prompts before anything is written."""
+    """Parts of a coordinator that are built early, to find errors in prompts before the ledger is created."""
 
     tokens: wiring.TokenLimits
     issuer: Issuer
@@ -68,8 +68,8 @@ async def open_coordinator(
     *,
     only_worker: str = "",
 ) -> AsyncIterator[CoordinatorRuntime]:
-    """Opens the coordinator with its ledger, reporter, console and sinks. `given_sinks` get the metrics besides the
-    configured sinks. `only_worker` is the name of the worker in a run of one process, "" in any other run."""
+    """Opens the coordinator with its ledger, reporter, console and metric sinks: the configured sinks and `given_sinks`
+    from Python. `only_worker` is the name of the worker in a run of one process, "" in any other run."""
     config, issuer = folder.config, prepared.issuer
     async with AsyncExitStack() as stack:
         ledger = stack.enter_context(wiring.open_ledger(config, folder.ledger))
@@ -99,13 +99,13 @@ async def open_coordinator(
 
 
 TRAINER_STAGES = ("publish", "train", "wait", "checkpoint")
-"""Parts of the trainer's time in a step's row, latest first. The checkpoint is that of the step before."""
+"""Stages whose durations the trainer reports with a step, latest first. The checkpoint is that of the previous step."""
 
 
 def _report_and_trace(reporter: Reporter, row: Mapping[str, Any]) -> None:
-    """Reports a step's row (or an event) from a trainer in another process, and records the trainer's stages in this
-    process's trace. The row has only durations, but it is sent right after its step. So the last stage is taken to end
-    now, and each earlier stage when the next one begins."""
+    """Reports a step's row of metrics (or an event) that a trainer in another process sent, and records the trainer's
+    stages in this process's trace. The row holds only durations, but it is sent right after the step. So the last
+    stage is taken to end now, and each earlier stage when the next one begins."""
     end_s = time.monotonic()
     for stage in TRAINER_STAGES:
         seconds = row.get(f"time_{stage}_s", 0.0)
@@ -151,8 +151,8 @@ async def _end(task: asyncio.Task[None]) -> None:
 
 def _record_fixed(folder: RunFolder, key: str, fact: str, value: Any) -> None:
     """Records `value` in an event of kind `fact`; on a resume, raises an error about `key` if the value has changed.
-    Used for values that may not change in a run, but that its configuration alone does not determine: the hash of the
-    chat template, and the rewards, which may come from Python."""
+    Used for values that may not change in a run, but do not follow from its configuration alone. They are the hash of
+    the chat template, and the rewards, which may come from Python."""
     before = folder.last_event(fact)
     if before is None or "value" not in before:
         folder.event(fact, value=value)

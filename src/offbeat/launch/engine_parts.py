@@ -1,6 +1,7 @@
-"""Makes the configured engine, and another one if it dies.
+"""Makes a worker's configured engine, and a new one if the engine's server dies.
 
-Only the configured engine's modules are imported: engines for tests ("paced") or with their own server need no torch.
+Only the configured engine's modules are imported. The engine for tests ("paced") and engines that run as a server need
+no torch in the worker.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ if TYPE_CHECKING:
 
 
 class Engines(Protocol):
-    """Opens the engines of a worker, one at a time: another one follows if an engine dies."""
+    """Opens the engines of a worker, one at a time; with `has_next`, a new engine can replace one that died."""
 
     has_next: bool
-    """Whether another engine can follow a dead one."""
+    """Whether `open` can be called again after an engine died."""
 
     async def open(self) -> Engine:
-        """Opens an engine, which serves nothing before its first weights. Call `dispose` on a dead engine first."""
+        """Opens an engine, which serves nothing before its first weights. Call `dispose` first if another one died."""
         ...
 
     async def wait_exited(self) -> EngineDied:
-        """Waits until the engine dies, even if nobody calls it meanwhile; returns the error to raise."""
+        """Waits until the engine dies, even if nobody uses the engine meanwhile; returns the error to raise."""
         ...
 
     async def dispose(self, error: EngineDied) -> None:
-        """Cleans up after a dead engine; raises if no other engine will follow."""
+        """Cleans up after an engine that died with `error`; raises if no new engine can be opened."""
         ...
 
     async def close(self) -> None: ...
@@ -90,8 +91,8 @@ def engines_of(
 
 
 class HasAdapterBase:
-    """Callable that returns whether the worker already has the adapters' base model with the given digest, and so does
-    not fetch it. Always True for an engine with a server, because such a server uses only model.path."""
+    """Callable that returns whether the worker already has the adapters' base model with the given digest, and so need
+    not fetch it. Always True for an engine that runs as a server, because a server uses no base but model.path."""
 
     def __init__(self, engines: Engines, config: Config):
         self._engines, self._config = engines, config

@@ -24,7 +24,7 @@ from offbeat.locate import one_line
 from offbeat.observability.sinks import Sink
 
 VARIABLE = "OFFBEAT_GIVEN"
-"""Environment variable with the path of the file for a coordinator."""
+"""Environment variable with the path of the file from which a coordinator reads the functions."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Given:
     reward: RewardSpec | None = None
     """Reward of all tasks, in place of their own."""
     functions: Functions = field(default_factory=dict)
-    """Sources of prompts, by `task.path`."""
+    """Functions that make prompts, by the `task.path` that names each in the configuration."""
     rows: Path | None = None
     """Folder with the rows of tasks, one file for each; the files are copied into the run's folder. None: no rows."""
     sinks: Sequence[Sink] = ()
@@ -43,7 +43,7 @@ class Given:
 
 @contextmanager
 def handed_over(given: Given) -> Iterator[dict[str, str]]:
-    """Yields the environment variables by which a coordinator that is started in the block gets the functions."""
+    """Yields environment variables with which a coordinator must be started, within the block, to get the functions."""
     if given.reward is None and not given.functions:
         yield {}
         return
@@ -64,7 +64,7 @@ def handed_over(given: Given) -> Iterator[dict[str, str]]:
 
 
 def received() -> Given:
-    """Returns what the parent process handed over; an empty `Given` if this process was started by hand."""
+    """Returns the functions that the parent process handed over; an empty `Given` if it handed over none."""
     name = os.environ.pop(VARIABLE, None)
     if name is None:
         return Given()

@@ -8,18 +8,18 @@ from offbeat.config.summary import BYTES_PER_PARAMETER
 from offbeat.launch.model_size import num_parameters
 
 FLOAT_BYTES = 4
-"""Bytes per parameter of master weights, of each of the two moments, and of gradients, all in float32."""
+"""Bytes of a float32 number. Each parameter has four: its master weight, its gradient and AdamW's two moments."""
 USABLE_SHARE = 0.92
-"""Share of a card that trainer and server divide; the rest is for CUDA itself and for fragments."""
+"""Share of a GPU's memory that trainer and servers divide; the rest is for CUDA itself and for fragmentation."""
 LEAST_BYTES = 2_500_000_000
-"""What a server needs besides its weights: buffers, graphs, and some keys and values."""
+"""Least memory that a server needs besides its weights: buffers, CUDA graphs, and some keys and values."""
 
 
 def server_share(config: Config, total_bytes: int) -> float:
-    """Returns the share of the trainer's GPU that a server on it may take, given the GPU's memory.
+    """Returns the share of the trainer's GPU that each server on it may take; `total_bytes` is the GPU's memory.
 
-    What the trainer's weights and optimizer leave is halved: one half is for micro-batches, the other
-    for the servers. A smaller half makes either slower, and neither fail.
+    With `engine.memory_share = "auto"`, the memory that the trainer's weights, gradients and optimizer leave is halved.
+    One half is for its micro-batches, the other for all servers. A server gets at least its weights and `LEAST_BYTES`.
     """
     if config.engine.memory_share != "auto":
         return config.engine.memory_share
@@ -34,8 +34,8 @@ def server_share(config: Config, total_bytes: int) -> float:
 
 
 def servers_bytes(config: Config, total_bytes: int) -> int:
-    """Returns the memory of the trainer's card that the servers of the run's own workers take. A server that somebody
-    else started has taken its memory already."""
+    """Returns the bytes of the trainer's GPU that the servers of the run's own workers take or will take. Returns 0 for
+    a server that somebody else started (`engine.url`), whose memory is in use before the trainer starts."""
     num_servers = config.rollout.workers or 0
     if config.rollout.engine not in SERVED or not num_servers or config.engine.url:
         return 0
@@ -43,8 +43,8 @@ def servers_bytes(config: Config, total_bytes: int) -> int:
 
 
 def training_bytes(config: Config, num_parameters: int, *, on_gpu: bool) -> dict[str, int]:
-    """Returns the least memory that trainer and embedded engine need on one device, besides activations and KV, as
-    bytes by purpose."""
+    """Returns the least memory that trainer and embedded engine need on one device, besides activations and KV cache,
+    as bytes by purpose. `on_gpu`: whether model.dtype = "auto" stands for bfloat16."""
     dtype = "bfloat16" if config.model.dtype == "auto" and on_gpu else config.model.dtype
     weights, has_engine = BYTES_PER_PARAMETER[dtype] * num_parameters, config.rollout.engine == "embedded"
     engine = {"engine": weights} if has_engine else {}

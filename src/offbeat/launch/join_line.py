@@ -1,4 +1,4 @@
-"""Lines to paste, by which workers and judges join a run. They never hold a token."""
+"""Command lines to copy, by which workers and judges join a run. They never contain a join token."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def _join(asked: str, url: str) -> str:
 
 
 def _far_url(url: str, address: Address) -> str:
-    """Returns the URL at which other machines reach the coordinator. Its host is the configured one. If the certificate
-    is not for that host, or if the coordinator listens at all addresses, the host is the first name in the certificate
-    or, without a certificate, this machine's first address. Behind a proxy the host is unknown, so it is `HOST`."""
+    """Returns the URL at which other machines reach the coordinator, with the configured host. If the certificate does
+    not name that host, the URL has the certificate's first name instead. If the coordinator listens at all addresses
+    without a certificate, the URL has this machine's first address. Behind a proxy, it has the placeholder `HOST`."""
     if address.behind_proxy:
         return f"https://{HOST}"
     names = [] if address.certificate is None else certificate_names(address.certificate)

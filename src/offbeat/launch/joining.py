@@ -1,7 +1,7 @@
-"""Joins a run as worker, judge or trainer, with a join token and a folder of its own.
+"""Joins a run as a member (worker, judge or trainer), with a join token and a folder of its own.
 
 A member uses the run's configuration, except for keys that its own machine decides. Its folder keeps credentials,
-configuration, spool and weights. A process that is restarted with the same folder is the same member and needs no
+configuration, spool and weights. A process that is restarted with the same folder is the same member and needs no new
 token.
 """
 
@@ -31,13 +31,13 @@ from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.workers import Role
 
 READY = "OFFBEAT_READY"
-"""Environment variable with the number of a file descriptor. When a coordinator is ready, it writes its URL and run
-folder there as a JSON line."""
+"""Environment variable with the number of a file descriptor. A coordinator that is ready writes its URL and run folder
+to this descriptor as a JSON line."""
 LOCAL_TOKEN_MINUTES = 5.0
 """Minutes for which the join tokens of child processes on this machine are valid; these processes join at once."""
 CREDENTIALS, KEY = "credentials.json", "joining.key"
 OVER = "over"
-"""Suffix of a file in a member's folder; if the file is there, the member has left because its run was over."""
+"""Suffix of the name of a file in a member's folder. If the file exists, the member left because its run was over."""
 MAX_FOLDERS = 1000
 
 
@@ -100,7 +100,7 @@ async def joined(invitation: Invitation, overrides: Sequence[str]) -> AsyncItera
 def own_config(invitation: Invitation, sent: Mapping[str, Any], overrides: Sequence[str]) -> Config:
     """Returns the configuration that the coordinator `sent`, with `overrides` and this machine's secrets. If the
     coordinator is not trusted, values that it may not choose for this machine are replaced by defaults. Raises
-    `UserError` if the member needs such a value."""
+    `UserError` if the member needs such a value and `overrides` lacks it."""
     file = invitation.folder / f"{invitation.role.value}-{CONFIG}"
     if (given := invitation.secrets_file) is not None and not given.is_file():
         raise UserError(f"--secrets-file {given}: there is no such file")
@@ -144,7 +144,7 @@ async def _membership(invitation: Invitation, connection: Connection) -> Members
 
 
 def make_private(path: Path) -> None:
-    """Makes a folder that no other user can enter; an existing folder stays as it is."""
+    """Makes a folder that no other user can enter; does not change the permissions of an existing folder."""
     with readable_by("private"):
         make_folder(path)
 
@@ -165,8 +165,9 @@ def _over_file(invitation: Invitation) -> Path:
 def own_folder(directory: str | None, name: str | None, url: str, lock_name: str = LOCK) -> Iterator[tuple[Path, str]]:
     """Locks a folder for a member (worker, judge or trainer); yields the folder and the name to join with.
 
-    If `directory` is None, the folder is in the user's cache, named after `name` or, without one, after the machine. If
-    that folder is in use, the first unused one with a number is taken, so that a restarted worker finds its own.
+    If `directory` is None, the folder is in the user's cache, named by `name` or, without a name, by the machine. If
+    another process uses this folder, a number is added to the name: the lowest one that makes an unused folder. So a
+    restarted worker finds its own folder again.
     """
     if directory is not None:
         path = Path(directory).expanduser().absolute()

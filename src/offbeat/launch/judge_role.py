@@ -30,9 +30,9 @@ from offbeat.rewards.pool import RewardPool
 LEASE_WAIT_S = 300.0
 """Longest wait in seconds for samples to score; the client splits it into several shorter calls."""
 LEASE_WORK_S = 1.0
-"""Seconds of work per lease: few, so that little is lost if a judge dies, but enough to save calls."""
+"""Seconds of work to aim at in one lease: few, so that little is lost if a judge dies, but enough to save calls."""
 MAX_SAMPLES = 64
-"""Most samples in one lease (loan of samples to score). A process scores those of an async reward concurrently."""
+"""Most samples in one lease (loan of samples to score). A process scores samples of an async reward concurrently."""
 LEAVE_WITHIN_S = 5.0
 REWARD = re.compile(r"task(\.\d+)?\.reward")
 NOT_LOADED = "start:"
@@ -43,7 +43,7 @@ class Judge:
     """Scores samples for one coordinator; `run` returns when the run is over."""
 
     def __init__(self, client: JudgeClient, processes: int, log_path: Path, own_code: Collection[str] | None):
-        """`own_code` names the rewards of the form module:function or file.py:function that may run here; None: all."""
+        """`own_code` holds the rewards of the form module:function or file.py:function that may run here; None: all."""
         self.client, self.processes, self.log_path, self._own_code = client, processes, log_path, own_code
         self._pools: dict[tuple[str, float], RewardPool] = {}
 
@@ -113,14 +113,14 @@ class Judge:
 
 
 def next_capacity(num_samples: int, seconds: float) -> int:
-    """Returns how many samples to lease next for `LEASE_WORK_S` of work, given that `num_samples` took `seconds`; at
-    most twice as many as before."""
+    """Returns how many samples to lease next, for about `LEASE_WORK_S` seconds of work but at most twice `num_samples`.
+    `num_samples` is the size of the lease before, whose scoring took `seconds`."""
     wanted = int(num_samples * LEASE_WORK_S / seconds) if seconds > 0 else MAX_SAMPLES
     return max(1, min(wanted, 2 * num_samples, MAX_SAMPLES))
 
 
 def rewards_in(overrides: Sequence[str]) -> set[str]:
-    """Returns the rewards that command-line options such as --task.reward name."""
+    """Returns the rewards that are named in command-line options such as --task.reward or --task.0.reward."""
     return {text for key, text in typed_keys(overrides).items() if text and REWARD.fullmatch(key)}
 
 

@@ -145,7 +145,7 @@ async def _run(folder: RunFolder, given: Given, *, from_scratch: bool) -> dict[s
 async def _work(
     config: Config, runtime: CoordinatorRuntime, worker: Worker, trainer: Trainer, stopping: Stopping
 ) -> None:
-    """Runs worker and trainer until the trainer is done, and reports evaluations; the first error of any ends all."""
+    """Runs worker and trainer until the trainer is done, and reports evaluations; an error in one of them ends all."""
     async with asyncio.TaskGroup() as parts:
         working = parts.create_task(worker.run())
         judging = parts.create_task(report_evaluations(config, runtime, trainer.step))

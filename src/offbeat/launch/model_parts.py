@@ -54,8 +54,8 @@ log = logging.getLogger(__name__)
 
 MAX_SAMPLE_GAP = 1.0
 """Largest mean difference, in nats, between the log-probs that came with an answer and the trainer's for the same
-weights; answers beyond it are not trained on. Engines of another precision differ by hundredths; 1 means another text
-or another model."""
+weights. Answers with a larger difference are not trained on. Another precision in the engine makes a difference of
+hundredths; 1 means that text or model differs."""
 
 
 def load_loss(spec: str) -> PolicyLoss:
@@ -77,16 +77,16 @@ def load_loss(spec: str) -> PolicyLoss:
 
 
 STATE_BYTES = 16
-"""Bytes per trained parameter besides the model: a float32 master, its gradient, and two moments."""
+"""Bytes per trained parameter besides the model's own weights: a float32 master copy, its gradient, and two moments."""
 STATE_SHARE = 0.94
-"""Share of a GPU's memory that model and training state may take; the rest is for a micro-batch."""
+"""Share of a GPU's memory that model, training state and engine servers may take; the rest is for a micro-batch."""
 NUM_THREADS = torch.get_num_threads()
 """Torch's default number of threads, read before any run of this process changes it."""
 
 
 def make_embedded(config: Config, name: str, version: int | None = None) -> EmbeddedEngine:
-    """Makes an engine in this process with its own copy of the model, which it serves as `version`. If `version` is
-    None, it serves nothing before its first weights are loaded."""
+    """Makes an engine in this process with its own copy of the model. It serves the model's weights as version number
+    `version`; if that is None, it serves nothing before its first weights are loaded."""
     lora = _lora(config) if version is None else None  # a model served unchanged has no adapter
     model = _load(config, lora)
     context = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
@@ -124,7 +124,7 @@ def make_adapter(config: Config, policy: Policy) -> Adapter | None:
 
 
 def make_policy(config: Config) -> tuple[Policy, PreTrainedModel | None]:
-    """Returns the policy to train, and the reference (the frozen starting model), or None if the loss needs none."""
+    """Returns the policy to train, and the reference (the frozen initial model), which is None without a KL term."""
     optimizer, model = config.optimizer, _load(config, _lora(config))
     policy = Policy(
         model,
@@ -149,7 +149,7 @@ def make_policy(config: Config) -> tuple[Policy, PreTrainedModel | None]:
 
 
 def _fits_without_moments_alone(config: Config, model: PreTrainedModel) -> bool:
-    """Whether the GPU holds the training state only if AdamW's moments stay in host memory."""
+    """Whether model and training state are too large for the GPU, so that AdamW's moments must stay in host memory."""
     memory = memory_bytes(model.device)
     if model.device.type != "cuda" or memory is None:
         return False
@@ -168,8 +168,8 @@ def _fits_without_moments_alone(config: Config, model: PreTrainedModel) -> bool:
 
 
 def make_microbatch_size(config: Config, policy: Policy, folder: Path, event: Callable[..., None]) -> MicrobatchSize:
-    """Returns the size of micro-batches. A size that was measured or halved is kept in the trainer's `folder`, and told
-    as an event."""
+    """Returns the size of micro-batches, as configured or measured on the GPU. A measured size, and later each size
+    that is halved for lack of memory, is stored in the trainer's `folder` and reported by calling `event`."""
     is_measured = config.batch.tokens_per_microbatch == "auto" and policy.device.type == "cuda" and not config.run.exact
     file = SizeFile(folder / "microbatch.json", device_name(policy.device))
 
@@ -195,7 +195,7 @@ def make_publisher(config: Config, folder: Path, key: Path, adapter: Adapter | N
     """Makes the trainer's publisher of weight versions. It writes whole files into `folder` for engines that share this
     disk and, if engines may run elsewhere, also pieces that other machines fetch.
 
-    `key` is the file of the signing key. `is_away`: the trainer runs on another machine than the coordinator.
+    `key` is the file of the signing key. `is_away`: trainer and coordinator share no disk.
     """
     if not wiring.publishes_pieces(config, is_away=is_away):
         return Publisher(folder, adapter=adapter)
@@ -252,8 +252,8 @@ def step_settings(config: Config) -> StepSettings:
 
 def prepare_torch(config: Config) -> None:
     """Sets torch's number of threads for the calling thread (`run.threads`, else torch's default) and, with
-    `run.exact`, deterministic algorithms for the whole process. Call it before a model is loaded. The number must
-    always be set, because a new thread inherits the last number set in any thread."""
+    `run.exact`, deterministic algorithms for the whole process. Call it before a model is loaded. The number of threads
+    is always set, because a new thread otherwise has the number that any thread set last."""
     torch.set_num_threads(config.run.threads or NUM_THREADS)
     if config.run.exact:
         be_deterministic(pick_device(config.model.device))

@@ -16,8 +16,8 @@ GRACE_S = 10.0
 
 
 def watch_parent() -> bool:
-    """Makes this process end when its supervisor ends, and returns True. If no supervisor asked for that when it
-    started this process, does nothing and returns False."""
+    """Makes this process end when its supervisor ends, and returns True. Does nothing and returns False if this process
+    was not started by a supervisor."""
     descriptor = os.environ.pop(VARIABLE, None)
     if descriptor is None:
         return False

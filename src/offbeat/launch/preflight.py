@@ -55,7 +55,7 @@ class Checked:
     num_parameters: int | None
 
     def lines(self) -> list[str]:
-        """Describes what was checked."""
+        """Returns lines that describe the checked model, prompts and rewards."""
         model, tokens, policy = self.config.model.path, self.prepared.tokens, self.config.rollout.long_prompts
         template = "a" if self.prepared.issuer.renderer.template else "no"
         count = "" if self.num_parameters is None else f"{self.num_parameters:,} parameters, "
@@ -72,8 +72,8 @@ class Checked:
         return [advice for advice in found if advice is not None]
 
     def announce(self, folder: RunFolder) -> None:
-        """Prints advice, and how many prompts are left out or cut, and records both as events of the run. Advice that
-        the run has had before is not repeated. Moves the log of the rewards to the run's folder."""
+        """Prints advice, and how many prompts are left out or cut, and records both as events of the run. Leaves out
+        advice that the run has already been given. Moves the log of the reward processes to the run's folder."""
         self.pool.move_log(folder.logs / "rewards.log")
         said = {event["about"] for event in read_events(folder.events_file) if event["event"] == "advice"}
         fresh = [advice for advice in self.advice() if advice.about not in said]
@@ -98,8 +98,8 @@ class Checked:
 
 @asynccontextmanager
 async def checking(config: Config, given: Given | None = None, home: Path | None = None) -> AsyncIterator[Checked]:
-    """Builds and checks a coordinator's parts; within the block, its reward processes run. Raises `UserError` for the
-    first mistake found. What rewards print meanwhile goes to a temporary file, which is kept if a trial fails.
+    """Builds and checks a coordinator's parts; its reward processes run until the block ends. Raises `UserError` for
+    the first mistake found. What rewards print goes to a temporary file, which is kept if the error names it.
 
     `given` is what a Python program adds to the configuration; `home` is the run's folder, if there is one.
     """

@@ -2,7 +2,7 @@
 
     config.json    all configuration keys        secrets.json  passwords        ledger.sqlite  weights/  checkpoints/
     metrics.jsonl  one row per step              events.jsonl  events           trace.json     timed spans
-    logs/          log records of all modules    summary.json  the result       lock           the process at work
+    logs/          log records of all modules    summary.json  the result       lock           its holder
 
 One process works in a folder at a time. Rows of metrics and events are never removed. Each row carries its `attempt`,
 which is 1 for the first start and one more for each resume; `offbeat.observability.metric_files` finds the rows that
@@ -141,8 +141,8 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: Config, rows: Path | None = None) -> Self:
-        """Creates the folder of a new run, named by `run.name` or the current time; refuses a name in use. If folder
-        `rows` is given, copies its files into the run's folder and makes tasks that use one of them use the copy.
+        """Creates the folder of a new run, named by `run.name` or the current time; refuses a name in use. `rows` is a
+        folder with data for tasks; its files are copied into the run's folder, and the tasks then read the copies.
         """
         parent, name = Path(config.run.dir), config.run.name
         path = parent / name if name else _unused(parent / time.strftime("%Y%m%d-%H%M%S"))
@@ -270,7 +270,7 @@ class RunFolder:
 
 
 def _with_rows_in(config: Config, before: Path, now: Path) -> Config:
-    """Returns the configuration with its tasks' files in folder `now` instead of `before`."""
+    """Returns the configuration with paths of tasks' files in folder `before` changed to the same names in `now`."""
     tasks = [
         task.model_copy(update={"path": str(now / file.name)})
         if (file := Path(getattr(task, "path", ""))).parent == before
@@ -415,7 +415,7 @@ def _existing_ledger(path: Path) -> Ledger | None:
 
 
 def refuse_in_use(path: Path) -> None:
-    """Raises if another process works in a run's folder: an early check, which `RunFolder.open` repeats."""
+    """Raises if another process works in a run's folder. This is an early check, which `RunFolder.open` repeats."""
     FolderLock(path / LOCK).release()
 
 
@@ -501,7 +501,7 @@ class _LogFile(logging.FileHandler):
         self.run = path.parent.parent
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Returns whether to keep a record: drops those of other runs in the same process."""
+        """Returns whether to keep a record; False for records of other runs in the same process."""
         return bool(super().filter(record)) and _current_run.get() in (None, self.run)
 
     def handleError(self, record: logging.LogRecord) -> None:

@@ -38,7 +38,8 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Within the block, Ctrl-C interrupts code that never awaits, such as an import; asyncio would wait for its end."""
+    """Within the block, Ctrl-C interrupts even code that never awaits, such as an import. asyncio's own handler would
+    let this code end first."""
     if not _is_main_thread():
         yield
         return
@@ -75,8 +76,8 @@ class StopButton:
 
     @contextmanager
     def connected(self, ask: Callable[[str], object]) -> Iterator[None]:
-        """Within the block, calls `ask` with the reason of a request: at once if there was one before, else when it
-        comes."""
+        """Within the block, calls `ask` with the reason of a request to stop: at once if the request came before the
+        block, else when it comes."""
         with self._lock:
             self._ask = ask
             if self._why is not None:
@@ -99,8 +100,8 @@ class Stopping:
 
     @contextmanager
     def listening(self, button: StopButton | None = None) -> Iterator[None]:
-        """Within the block, signals and `button` request a stop. In a thread other than the main thread, only signals
-        that `run` passes on to that thread do so."""
+        """Within the block, signals and `button` request a stop. Outside the main thread, only those signals do so that
+        `run` passes on to the thread."""
         loop, thread_run = asyncio.get_running_loop(), _thread_run.get()
 
         def ask(why: str) -> None:
@@ -225,7 +226,7 @@ class _ThreadRun(Generic[T]):
 
 
 _thread_run: ContextVar[_ThreadRun[Any] | None] = ContextVar("thread_run", default=None)
-"""The `_ThreadRun` that runs the current code and passes signals on to it; None: `run` made no thread for it."""
+"""The `_ThreadRun` that runs the current code and passes signals on to it; None: the code is not in such a thread."""
 
 
 @contextmanager

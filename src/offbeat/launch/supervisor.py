@@ -99,9 +99,9 @@ class Supervisor:
         given: Given | None = None,
         num_read: int = 0,
     ):
-        """`serve` are the arguments of the coordinator's first start, which reports the run's folder and URL; `resume`
-        are those of its restarts. With `from_scratch`, the first trainer may start the run again if its checkpoints are
-        lost; restarted trainers continue from there. `given` is what a Python program adds; its sinks get the rows of
+        """`serve` holds the arguments of the coordinator's first start, `resume` those of its restarts, to which the
+        run's folder is added. With `from_scratch`, the first trainer process may start the run again if its checkpoints
+        are lost; its restarts then continue that run. `given` is what a Python program adds; its sinks get the rows of
         metrics.jsonl after the first `num_read` bytes."""
         self.given = given or Given()
         self.config, self._resume, self._from_scratch = config, resume, from_scratch
@@ -190,7 +190,7 @@ class Supervisor:
         self.coordinator.send(signal.Signals[stopping.why] if is_signal else signal.SIGTERM)
 
     async def _keep(self, child: Child) -> None:
-        """Starts a child unless it is running, and restarts it until it is done; raises if it dies too often."""
+        """Starts a child if need be, and restarts it until it ends without an error; raises if it dies too often."""
         if child.process is None:
             await self._start(child)
         while True:
@@ -308,7 +308,7 @@ def _line(descriptor: int) -> bytes:
 
 
 def _threads(config: Config) -> dict[str, str]:
-    """Returns environment variables that divide the CPU cores among the processes; none if threads are configured."""
+    """Returns environment variables that divide the CPU cores among trainer and workers; none with `run.threads`."""
     if config.run.threads is not None or "OMP_NUM_THREADS" in os.environ:
         return {}
     return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ((config.rollout.workers or 0) + 1)))}

@@ -53,7 +53,7 @@ def make_shaping(config: Config) -> Shaping:
 
 async def open_pool(config: Config, mixture: Mixture, log: Path) -> RewardPool:
     """Opens the pool of processes that compute rewards, and tries each reward on one problem. With reward.processes =
-    0, nothing is tried here: judges on other machines compute the rewards."""
+    0, no reward is tried, because judges compute the rewards in their own processes."""
     pool = RewardPool(config.reward.processes, config.reward.timeout_s, mixture.rewards, log)
     try:
         await try_rewards(config, mixture, pool)
@@ -65,19 +65,19 @@ async def open_pool(config: Config, mixture: Mixture, log: Path) -> RewardPool:
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial of a reward on a problem of a source, with the right answer as the response."""
+    """A trial of a reward on a problem of a source, with the right answer (empty if unknown) as the response."""
 
     source: str
     reward: str
     problem: Problem
     value: float
-    """The reward with its weights."""
+    """Sum of the reward's parts, each times its weight."""
     empty: float | None = None
     """Reward of an empty response, tried if the right answer earned 0; None: not tried, or the trial failed."""
 
 
 async def try_rewards(config: Config, mixture: Mixture, pool: RewardPool) -> list[Trial]:
-    """Tries each reward on the first problem of its source; returns nothing with reward.processes = 0."""
+    """Tries each reward on the first problem of a source that uses it; with reward.processes = 0, tries none."""
     if not config.reward.processes:
         return []
     problems = {member.reward: (member.name, member.problem(0)) for member in mixture.members.values()}
@@ -217,7 +217,7 @@ def _rounds(config: Config) -> EventModelConfig:
 
 
 def publishes_pieces(config: Config, *, is_away: bool) -> bool:
-    """Returns whether the trainer publishes versions in pieces. A trainer on another machine than the coordinator
+    """Returns whether the trainer publishes versions in pieces. A trainer that shares no disk with the coordinator
     (`is_away`) always does, because it can send only pieces."""
     if is_away or config.weights.deltas != "auto":
         return is_away or config.weights.deltas == "always"

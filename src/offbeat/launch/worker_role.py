@@ -43,9 +43,9 @@ class Site:
     """Where a worker is in the network, for exchanging weights with other workers."""
 
     name: str = ""
-    """Name of the site, whose workers have a fast network between them; "": the worker uses no peers."""
+    """Name of the site, whose workers have a fast network between them; "": fetches from no other worker."""
     address: tuple[str, int] | None = None
-    """Host and port at which the worker serves pieces; None: it only fetches."""
+    """Host and port at which the worker serves pieces to others of its site; None: it only fetches."""
 
 
 def read_address(text: str) -> tuple[str, int]:
@@ -118,8 +118,8 @@ async def receiving(
 
 
 def usable(peers: Sequence[wire.Peer], *, allow_plain: bool) -> dict[str, str]:
-    """Returns the peers that may be asked for pieces: the key to show to each peer, by the peer's URL. Peers use no
-    TLS, so without `allow_plain` only peers at loopback addresses are returned."""
+    """Returns the peers (workers of the same site) that may be asked for pieces, as URL and the key to show there.
+    Peers use no TLS, so without `allow_plain` only peers at loopback addresses are returned."""
     near = [peer for peer in peers if allow_plain or is_loopback(peer.host)]
     if len(near) < len(peers):
         num_left = len(peers) - len(near)

@@ -1,7 +1,8 @@
 """Advantages of a batch: group baselines, or generalised advantage estimation with a value head.
 
-Groups are identified by explicit ids, never by position, so groups may have different sizes and answers any order. In a
-group of one, or with equal rewards, all advantages are exactly 0: rounding noise must not become a signal.
+A group here is all answers of a batch to one prompt. It is identified by the prompt's id, never by position, so groups
+may have different sizes and answers any order. With a baseline, an answer that is compared with no other, or only with
+equal rewards, has advantage exactly 0: rounding noise must not become a signal.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from offbeat.trainer.packing import Sample
 STD_FLOOR = 1e-6
 """Added to a standard deviation before dividing by it, as in the published GRPO implementations."""
 Advantage = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""Function from the rewards and group ids of a batch's answers to their advantages."""
+"""Function from rewards and group ids, one of each per answer, to one advantage per answer."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,11 @@ class GaeSettings:
 
 @dataclass(frozen=True)
 class Credit:
-    """Advantages of a batch: one array per sample, one number per response token."""
+    """Advantages of a batch: one array for each sample, with one number per response token."""
 
     advantages: tuple[np.ndarray, ...]
     returns: tuple[np.ndarray, ...] | None
-    """Targets of the value head, in the same form as `advantages`; None without a value head."""
+    """Targets of the value head, one array for each sample; None without a value head."""
     signal_share: float
     """Share of samples with an advantage other than 0 at any token."""
 
@@ -49,8 +50,8 @@ def credit(
     recalls_siblings: bool = False,
 ) -> Credit:
     """Computes a batch's advantages. With `settings`, GAE computes one per token from the value head's `values`.
-    Otherwise `advantage` computes one per answer. With `recalls_siblings`, this function also gets rewards of answers
-    to the same prompts outside the batch."""
+    Otherwise `advantage` computes one per answer. With `recalls_siblings`, `advantage` also gets the rewards of answers
+    to the same prompts that are not in the batch (`Sample.earlier`)."""
     if settings is None:
         found = _checked(advantage, samples, recalls_siblings)
         by_token = tuple(np.full(s.num_tokens, a, np.float32) for s, a in zip(samples, found, strict=True))
@@ -100,9 +101,9 @@ def leave_one_out(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
 def siblings_normalised(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """(reward - mean reward of the group's other members) / (std + 1e-6); std is the group's sample standard deviation.
 
-    So the scale does not depend on how many members of the group are known yet. GRPO subtracts the mean of all known
-    members, which halves the advantage while only two are known. Short answers are known first, so they would be
-    weakened."""
+    For runs that train on answers before all answers to the prompt are known: here the scale does not depend on the
+    number of known answers. GRPO subtracts the mean of all of them, the answer itself included, which halves the
+    advantage if there are two. Short answers are known first and would be weakened."""
     return _by_group(rewards, groups, lambda values: _normalised(values) * len(values) / (len(values) - 1))
 
 
@@ -143,7 +144,7 @@ ADVANTAGES: dict[str, Advantage] = {
 
 
 def rewards_by_token(num_tokens: int, parts: Iterable[tuple[int, float]]) -> np.ndarray:
-    """Returns the reward at each response token. `parts` are (position, value) pairs; position -1 is the last token."""
+    """Returns the reward at each response token. `parts` are (position, value) pairs; -1 stands for the last token."""
     rewards = np.zeros(num_tokens, np.float64)
     for position, value in parts:
         if num_tokens:
@@ -156,8 +157,8 @@ def estimate(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the GAE advantages and the returns (the value head's targets) of one response, one number per token.
 
-    Only tokens in `mask`, which are trained on, are actions; others get 0. A reward at another token (given by an
-    environment, or too old) is credited to the trained token before it. The value after the last token is 0.
+    Only tokens in `mask`, which are trained on, are actions; others get 0. A reward at a token outside `mask` (given by
+    an environment, or too old) is credited to the trained token before it. The value after the last token is 0.
     """
     advantages, returns = np.zeros(len(rewards), np.float32), np.zeros(len(rewards), np.float32)
     carried, next_value, earned = 0.0, 0.0, 0.0

@@ -1,11 +1,12 @@
 """Attention over packed rows, for any transformers model.
 
-It is registered with transformers under `NAME`; a model that uses it must be called with `layout=` (see `packing`).
+A packed row holds many sequences, with a shared prompt only once (see `packing`). The attention is registered with
+transformers under `NAME`; a model that uses it must be called with `layout=`, a `RowLayout`.
 
 There are two forms. On NVIDIA GPUs in half precision, torch's variable-length flash attention reads queries where they
-lie in the row; a prompt's keys and values are repeated for each answer, its queries are not. Everywhere else, and for
-soft caps and sinks, sequences are gathered from the row bucket by bucket, go through causal attention, and are put back
-into the row. Padding follows every real token, so causality hides it and no padding mask is needed.
+lie in the row. A prompt's keys and values are repeated for each answer, its queries are not. Everywhere else, and for
+soft-capped scores and attention sinks, sequences of similar length (a bucket) are gathered from the row and padded on
+the right. They go through causal attention, which hides the padding without a mask, and are put back into the row.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from offbeat.trainer.packing import RowLayout, Varlen
 
 NAME = "offbeat_packed"
 MAX_VARLEN_DIM = 256
-"""Largest head of torch's variable-length kernel."""
+"""Largest head dimension that torch's variable-length kernel takes."""
 SHORT_TOKENS = 128
-"""On a CPU, buckets up to this length use plain matrix products (`_written_out`)."""
+"""On a CPU, buckets whose sequences have up to this many tokens use plain matrix products (`_written_out`)."""
 
 
 def packed_attention(
@@ -44,7 +45,7 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Computes attention within each sequence of a packed row, in the form that transformers expects.
+    """Computes attention within each sequence of a packed row, with parameters and result as in transformers.
 
     `query`, `key` and `value` are (1, heads, row, dim); the result is (1, row, heads, dim). `softcap` bounds the
     scores; `s_aux` holds each head's attention-sink score.
@@ -70,7 +71,7 @@ def packed_attention(
 
 
 def takes_varlen(query: Tensor, value: Tensor) -> bool:
-    """Whether torch has a kernel for sequences of uneven length for such tensors on their device."""
+    """Whether torch's variable-length attention kernel accepts tensors like `query` and `value` on their device."""
     return (
         query.device.type == "cuda"
         and query.dtype in (torch.bfloat16, torch.float16)
@@ -96,7 +97,8 @@ def varlen_kernel() -> Callable[..., Any] | None:
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, layout: Varlen, scale: float, window: int | None) -> Tensor:
-    """Computes attention without padding. A run's last query stands at its last key, so causality hides later keys."""
+    """Computes attention without padding. The kernel aligns the last query of each run (a prompt or the rest of a
+    response) with the run's last key, so its causal mask hides exactly the later keys."""
     attend = varlen_kernel()
     assert attend is not None
     keys, values = (_Repeated.apply(states[0].transpose(0, 1), layout) for states in (key, value))
@@ -116,8 +118,8 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, layout: Varlen, scale: fl
 
 
 class _Repeated(torch.autograd.Function):
-    """The states of a row, (row, heads, dim), at the positions in `Varlen.keys`. In the backward pass, the gradients of
-    a repeated position are added up in a fixed order, so that equal input gives equal bits."""
+    """Returns `states` of a row, (row, heads, dim), at the row positions in `Varlen.keys`, which repeat prompts. The
+    backward pass adds up a repeated position's gradients in a fixed order, so equal input gives equal bits."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, layout: Varlen) -> Tensor:
@@ -132,8 +134,8 @@ class _Repeated(torch.autograd.Function):
 
 
 def _gather(states: Tensor, table: Tensor, num_kv_heads: int) -> Tensor:
-    """Returns the states of a bucket's sequences, as (samples, KV heads, heads per KV head, length, dim). They are
-    taken from `states` of the whole row, (heads, row, dim), at the row positions in `table`, (samples, length)."""
+    """Returns the states of a bucket's sequences, as (samples, KV heads, heads per KV head, length, dim). `states` are
+    those of the whole row, (heads, row, dim); `table` holds the row position of each token, (samples, length)."""
     taken = states.index_select(1, table.reshape(-1)).unflatten(1, table.shape).transpose(0, 1)
     return taken.unflatten(1, (num_kv_heads, -1))
 
@@ -189,7 +191,7 @@ AttentionInterface.register(NAME, packed_attention)
 
 
 def use_packed_attention(model: PreTrainedModel) -> Usage:
-    """Switches a model to attention over packed rows if it supports that; returns how the model can be run."""
+    """Switches a model to attention over packed rows if the model supports it; returns how the model can be run."""
     found = usage(model)
     if found.packs:
         model.set_attn_implementation(NAME)

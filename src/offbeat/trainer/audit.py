@@ -1,8 +1,9 @@
 """Audits: compares the log-probs that engines reported with the trainer's own.
 
-With equal weights, engine and trainer differ only by rounding. The trainer's log-probs of fresh tokens are computed by
-every step anyway. For a share of the older tokens, the weights of their own version are loaded for a moment
-(`witness`). Tokens that attended to keys and values of older weights cannot be compared.
+With equal weights, engine and trainer differ only by rounding. Fresh tokens, sampled from the weights with which the
+step begins, are compared with log-probs that every step computes anyway. For a share of the older tokens, the weights
+of their own version are loaded for a moment (`witness`). Tokens that attended to keys and values of weights older than
+their own version cannot be compared.
 
 A sample is not trained on if its compared tokens are off by too much on average, or if too many tokens of one segment
 are off. The findings also decide whether a segment's worker is quarantined (`offbeat.rules.quarantine`).
@@ -44,15 +45,16 @@ class SegmentFinding(NamedTuple):
 
 @dataclass(frozen=True)
 class Findings:
-    """Result of an audit: which samples not to train on, and how many tokens of each segment were compared and off. It
-    stays on the device of the log-probs; reading it waits for their computation."""
+    """Result of an audit: which samples not to train on, and how many tokens of each segment were compared and off. The
+    tensors stay on the device of the log-probs; reading their values waits for that device."""
 
     is_off: Tensor
     """True for each sample that must not be trained on."""
     counts: Tensor
-    """For each segment, the number of tokens compared, and the number of those that are off; (2, segments)."""
+    """Shape (2, segments): for each segment, the number of compared tokens, and how many of these are off, which means
+    a difference above `OFF_GAP`."""
     places: tuple[tuple[int, int], ...]
-    """For each segment, the index of its sample among those audited, and the position of its first token."""
+    """For each segment, the index of its sample among the audited samples, and its first response position."""
 
     @property
     def segments(self) -> tuple[SegmentFinding, ...]:
@@ -60,7 +62,7 @@ class Findings:
 
 
 def found_segments(places: Sequence[tuple[int, int]], counts: Sequence[Sequence[float]]) -> tuple[SegmentFinding, ...]:
-    """Returns the segments with at least one compared token, from `Findings.places` and the numbers in `counts`."""
+    """Returns the segments with at least one compared token, from the values of `Findings.places` and `.counts`."""
     rows = zip(places, *counts, strict=True)
     return tuple(SegmentFinding(i, start, int(num), int(off)) for (i, start), num, off in rows if num)
 
@@ -68,11 +70,12 @@ def found_segments(places: Sequence[tuple[int, int]], counts: Sequence[Sequence[
 def audit(
     samples: Sequence[Sample], now: Tensor, max_gap: float, witnessed: Sequence[np.ndarray | None] = ()
 ) -> Findings:
-    """Compares the log-probs that engines reported with the trainer's; `max_gap` bounds a sample's mean difference.
+    """Compares the log-probs that engines reported with the trainer's. A sample fails if the mean absolute difference
+    over its compared tokens exceeds `max_gap`, or if one of its segments looks forged.
 
-    `now` holds the trainer's log-probs of all tokens, concatenated, at the start of the step; those of fresh tokens,
-    sampled by the same weights, are compared. `witnessed` holds, for each sample, the log-probs of older tokens under
-    the weights that sampled them, NaN where not computed; None for a sample: none were computed.
+    `now` holds the trainer's log-probs of all response tokens at the start of the step, one sample after the other.
+    They are compared for fresh tokens, which were sampled from the same weights. `witnessed` holds for each sample the
+    log-probs of its older tokens under the weights that sampled them: NaN where not computed, None if nowhere computed.
     """
     owner = np.repeat(np.arange(len(samples)), [sample.num_tokens for sample in samples])
     older = np.full(len(owner), np.nan, np.float32)
@@ -110,9 +113,9 @@ def witness(
     weights_of: Callable[[int], Path | None],
     tokens_per_microbatch: int,
 ) -> dict[int, np.ndarray]:
-    """Computes the log-probs of older tokens under the versions that sampled them; `choose` picks the tokens. Returns
-    arrays by sample index, with one entry per response token: NaN for tokens that were not picked. `weights_of` returns
-    a version's weights file, or None if it was not kept. Tokens of such a version are not compared."""
+    """Computes the log-probs of older tokens under the versions that sampled them; `choose` picks about `share` of the
+    tokens. Returns arrays by sample index, with one entry per response token: NaN for tokens that were not picked.
+    `weights_of` returns a version's weights file, or None if it was not kept; its tokens are then not compared."""
     found: dict[int, np.ndarray] = {}
     files = {number: file for number in _num_stale(samples) if (file := weights_of(number)) is not None}
     for number, chosen in choose(samples, share, files):
@@ -140,11 +143,11 @@ def _logprobs(
 
 
 def choose(samples: Sequence[Sample], share: float, at_hand: Mapping[int, object]) -> Iterator[tuple[int, list[int]]]:
-    """Chooses older tokens to audit. Yields a version, and the indices of the samples in which to compare the tokens of
-    this version. The keys of `at_hand` are the versions whose weights are available.
+    """Chooses older tokens to audit. Yields pairs: a version, and the indices of the samples whose tokens of this
+    version are to be compared. The keys of `at_hand` are the versions whose weights are available.
 
-    With `share` 0, nothing is chosen. Otherwise all samples that are not `is_proven` are chosen, and others that hold
-    about `share` of the older tokens. The others come from few versions, because each version has to be loaded.
+    With `share` 0, no tokens are chosen. Otherwise all samples that are not `is_proven` are chosen, and other samples
+    with about `share` of the older tokens. These come from few versions, because each version has to be loaded.
 
     The choice is seeded by a hash of the batch, so a resumed run audits the same batch in the same way. No worker can
     know whether its answer will be audited, because that depends on the other answers.
@@ -171,7 +174,7 @@ def choose(samples: Sequence[Sample], share: float, at_hand: Mapping[int, object
 
 
 def _num_stale(samples: Sequence[Sample]) -> dict[int, int]:
-    """Returns the number of older tokens in the samples that audits can compare, by the version that sampled them."""
+    """Returns how many older tokens of the samples an audit can compare, by the version that sampled the tokens."""
     known = [sample.version[sample.is_stale] for sample in samples if sample.version is not None]
     numbers, counts = np.unique(_joined(known, np.int64), return_counts=True)
     return dict(zip(numbers.tolist(), counts.tolist(), strict=True))

@@ -89,7 +89,8 @@ class Checkpoints:
         )
 
     def identity(self) -> str:
-        """Returns the trainer's random id, created on first use. It identifies a trainer without checkpoints."""
+        """Returns the trainer's random id, created on first use. The coordinator recognises by it a trainer that was
+        restarted before its first checkpoint."""
         file = self.folder.with_name(IDENTITY)
         try:
             if not file.is_file():

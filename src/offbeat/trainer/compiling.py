@@ -1,7 +1,7 @@
 """Compiled layers: `torch.compile` for each decoder layer of the policy, on NVIDIA GPUs.
 
-All layers share their code, so one layer is compiled for all, with row lengths left open. Compiled kernels are kept in
-the user's cache folder, so a restarted trainer reads them instead of compiling again.
+All layers share their code, so the code is compiled once for all layers, and for rows of any length. Compiled kernels
+are kept in the user's cache folder, so a restarted trainer reads them instead of compiling again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 MAX_VARIANTS = 64
-"""Compiled forms of one function; torch's default of 8 is too few for models whose layers differ in kind."""
+"""Most forms of one function that torch compiles; its default of 8 is too few for models with layers of many kinds."""
 
 
 def layers_of(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
@@ -29,8 +29,8 @@ def layers_of(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
 
 
 def compile_layers(model: PreTrainedModel) -> bool:
-    """Makes the decoder layers compile at their first pass; returns whether the model has any. Attention over packed
-    rows stays as it is, because it calls a kernel of its own."""
+    """Makes the decoder layers compile at their first pass; returns whether the model has such layers. Attention over
+    packed rows is not compiled, because it calls a kernel of its own."""
     layers = layers_of(model)
     if not layers:
         return False
@@ -45,16 +45,16 @@ def compile_layers(model: PreTrainedModel) -> bool:
 
 
 def undo_compile(model: PreTrainedModel) -> None:
-    """Gives the layers their own forward pass back."""
+    """Restores the uncompiled forward pass of the model's layers."""
     for layer in layers_of(model):
         layer.__dict__.pop("forward", None)
 
 
 def uncompiled(is_compiled: bool) -> AbstractContextManager[object]:
-    """Context in which compiled layers run as they are written."""
+    """Returns a context in which layers run without their compiled code; one that does nothing if not `is_compiled`."""
     return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
 
 
 def cache_folder() -> Path:
-    """Folder for compiled kernels, in the user's cache."""
+    """Returns the folder for compiled kernels, in the user's cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offbeat" / "kernels"

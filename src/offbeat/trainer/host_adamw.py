@@ -1,8 +1,8 @@
 """AdamW whose moments stay in host memory: 8 bytes a parameter less on the GPU.
 
-An update takes the moments to the GPU a chunk at a time, computes there, and takes them back. Chunks follow each other
-in three streams, so the two directions of the bus and the computation overlap. The arithmetic is torch's own, so the
-result has the bits of an update with all moments on the GPU.
+An update copies the moments to the GPU a chunk at a time, computes there, and copies them back. The three parts run in
+three CUDA streams, so both directions of the bus and the computation overlap. The arithmetic is torch's own, so the
+result has the same bits as an update with all moments on the GPU.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 CHUNK_NUMBERS = 2**25
-"""Numbers in a chunk. 134 MB of each moment hide the start of a transfer, and three pairs take 0.8 GB on the GPU."""
+"""Numbers of each moment in a chunk. These 134 MB are enough to hide the latency of a transfer; three chunks of both
+moments take 0.8 GB on the GPU."""
 NUM_BUFFERS = 3
-"""One pair of moments on its way in, one in use, one on its way out."""
+"""Number of chunks on the GPU: one being copied in, one in use, one being copied out."""
 
 
 class HostAdamW(torch.optim.AdamW):
@@ -64,7 +65,7 @@ class HostAdamW(torch.optim.AdamW):
         outward.synchronize()  # whoever reads the moments next reads them on the host
 
     def _chunks(self, group: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor, tuple[Tensor, Tensor], Tensor]]:
-        """Counts the update in each parameter's state, and yields weights, gradient, moments and step by chunks."""
+        """Adds 1 to each parameter's update count ("step"); yields weights, gradient, moments and count by chunks."""
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue

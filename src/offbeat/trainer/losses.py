@@ -78,8 +78,8 @@ class Tokens:
 
 
 def clean(tokens: Tokens) -> tuple[Tokens, Tensor]:
-    """Returns the tokens with all numbers set to 0 where they are not trained on. Trained tokens with NaN or infinity
-    are masked out too. The second result marks these, so that the caller can decide whether to stop."""
+    """Returns the tokens with all numbers set to 0 where `mask` is False. Trained tokens with NaN or infinity are also
+    masked out. The second result is True for these tokens, so that the caller can decide whether to stop."""
     given = [tokens.logprobs, tokens.proximal, tokens.behaviour, tokens.advantages]
     if tokens.reference is not None:
         given.append(tokens.reference)
@@ -104,14 +104,14 @@ class LossSettings:
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
-    """Upper bound on the probability ratio r of tokens with a negative advantage; None: no bound."""
+    """Probability ratio r beyond which the loss of a token with negative advantage is constant; None: no limit."""
     ratio_max: float = 5.0
-    """Upper bound on the probability ratio r itself (not on its distance from 1) in the CISPO loss."""
+    """Upper bound on the probability ratio r in the CISPO loss; it bounds r itself, not the distance of r from 1."""
 
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Loss of each token; `clipped` is True where a clip made the loss constant, so that it has no gradient."""
+    """Loss of each token; `clipped` is True where a clip made the loss constant, so that the token has no gradient."""
 
     loss: Tensor
     clipped: Tensor
@@ -169,7 +169,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 # through a weight. A rejected token has weight 0 and still counts in every denominator.
 
 VETO = 1e-4
-"""`sequence_mask` rejects a whole sequence if ρ (importance ratio) of any of its trained tokens is below this."""
+"""`sequence_mask` rejects a whole sequence if any of its trained tokens has an importance ratio ρ below this."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def off(tokens: Tokens, settings: CorrectionSettings) -> Correction:
 
 
 def decoupled(tokens: Tokens, settings: CorrectionSettings) -> Correction:
-    """Weight ρ (probability at the step's start / when sampled), not truncated: unbiased, but with full variance."""
+    """Weight ρ (importance ratio of the token), not truncated: no bias, but full variance."""
     return Correction(_importance(tokens), torch.ones_like(tokens.mask))
 
 
@@ -268,8 +268,8 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def _x(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Returns x, the reference's log-prob minus the policy's. It is bounded above only, so that a token that is far
-    likelier under the policy keeps a gradient."""
+    """Returns x, the reference's log-prob minus the policy's, with an upper bound. It has no lower bound, so that a
+    token that is far likelier under the policy than under the reference keeps a gradient."""
     return (reference - logprobs).clamp(max=MAX_LOG_RATIO)
 
 

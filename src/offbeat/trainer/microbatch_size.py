@@ -1,7 +1,7 @@
 """Size of a micro-batch: as configured, or measured on the GPU, and halved if the GPU runs out of memory.
 
-The size moves nothing but the order in which a step's sums are added up, so with `run.exact` it is never measured and
-never changed.
+The size changes only the order in which a step's sums are added up, and thereby their rounding. With `run.exact`, which
+promises equal bits, the size is never measured and never halved.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_TOKENS = 32768
-"""Largest size worth measuring: beyond it, matrix products are no faster."""
+"""A measured size is at most this many tokens, because with more, matrix products are no faster."""
 MIN_TOKENS = 512
-"""Size that is not halved again: a GPU that cannot hold it cannot train the model."""
+"""Size, in tokens, that is not halved again: a GPU that cannot hold such a micro-batch cannot train the model."""
 PROBES = (1024, 3072)
-"""Tokens of the two passes whose memory is measured; what a pass needs grows in proportion."""
+"""Numbers of tokens in the two passes whose memory is measured; the memory grows linearly with this number."""
 SAFE_SHARE = 0.9
-"""Share of the free memory to plan with. The rest is for fragments and for answers longer than those measured."""
+"""Share of the free memory to plan with; the rest is for fragmentation and for larger needs than were measured."""
 LATER_BYTES = 12
-"""Bytes per trained parameter that the optimizer takes at the first update: a gradient and two moments."""
+"""Bytes per trained parameter that are not yet allocated when the size is measured: a gradient and two moments."""
 
 
 @dataclass
 class MicrobatchSize:
-    """Most tokens in a micro-batch. `shrinks`: whether running out of memory may halve it. `on_change` is called with
-    each new value."""
+    """Most `tokens` in a micro-batch. `shrinks`: whether this number is halved when the GPU runs out of memory.
+    `on_change` is then called with the new number."""
 
     tokens: int
     shrinks: bool = False
     on_change: Callable[[int], None] = lambda tokens: None
 
     def fitting(self, work: Callable[[], T], undo: Callable[[], object]) -> T:
-        """Returns the result of `work`. If it runs out of GPU memory, calls `undo`, halves the size and tries again."""
+        """Returns the result of `work`. If the GPU's memory runs out, calls `undo`, halves the size and tries again."""
         while True:
             try:
                 return work()
@@ -70,8 +70,8 @@ class MicrobatchSize:
 
 
 def measured(policy: Policy, num_taken_bytes: int, longest: int) -> int:
-    """Returns the largest size that fits beside what else is on the policy's GPU. `num_taken_bytes` is what other
-    processes are going to take of it; `longest` is the number of tokens of the longest prompt and answer."""
+    """Returns the largest size, in tokens, for which the policy's GPU has memory. `num_taken_bytes` is the memory that
+    other processes take or will take there; `longest` is the most tokens that prompt and answer may have together."""
     needed = [_peak_bytes(policy, tokens, longest) for tokens in PROBES]
     per_token = max((needed[1] - needed[0]) / (PROBES[1] - PROBES[0]), 1.0)
     constant = max(needed[0] - per_token * PROBES[0], 0.0)
@@ -85,7 +85,7 @@ def measured(policy: Policy, num_taken_bytes: int, longest: int) -> int:
 
 
 def _peak_bytes(policy: Policy, num_tokens: int, longest: int) -> int:
-    """Returns the GPU memory that a pass forward and back over random answers takes at its peak, without gradients."""
+    """Returns the peak memory of a forward and backward pass over `num_tokens` random tokens, besides the gradients."""
     rng = np.random.default_rng(0)
     vocabulary = policy.model.config.get_text_config().vocab_size
     samples: list[Sample] = []
@@ -108,13 +108,13 @@ def _peak_bytes(policy: Policy, num_tokens: int, longest: int) -> int:
 
 
 class SizeFile:
-    """File in the trainer's folder with the size that was measured, so that a resumed run goes on with it."""
+    """File in the trainer's folder with the measured or halved size, so that a resumed run continues with this size."""
 
     def __init__(self, path: Path, device_name: str):
         self.path, self.device_name = path, device_name
 
     def read(self) -> int | None:
-        """Returns the stored size; None if there is none for this kind of GPU."""
+        """Returns the stored size; None if no size is stored or the stored one is for another kind of GPU."""
         try:
             stored = json.loads(self.path.read_text())
             return int(stored["tokens"]) if stored["device"] == self.device_name else None

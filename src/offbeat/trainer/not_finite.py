@@ -50,10 +50,10 @@ class FailedStepDump:
     format: int
     batch: Batch
     version: int
-    """Number of the version whose weights the step began with."""
+    """Number of the version with whose weights the step began."""
     lr: float
     tensor: str
-    """What is not finite, in words. `tensor`, `sample`, `token` and `num_updates` are those of the `NotFinite`."""
+    """What is not finite, in words. This field, `sample`, `token` and `num_updates` are copied from the `NotFinite`."""
     sample: int | None
     token: int | None
     num_updates: int
@@ -117,8 +117,8 @@ class FailedStep:
 
 
 def locate(error: NotFinite, batch: Batch) -> tuple[int | None, str]:
-    """Returns the id of the task in which the error was found, and the error's place in words; (None, "") if
-    unknown."""
+    """Returns the id of the task whose answer has the NaN or infinity, and the place in words; (None, "") if the place
+    is unknown."""
     if error.sample is None:
         return None, ""
     task = [member.task for group in batch.groups for member in group.members][error.sample]

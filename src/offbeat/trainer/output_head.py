@@ -1,9 +1,9 @@
-"""The policy's output layer: log-probs of chosen tokens without the logits of all of them in memory.
+"""The policy's output layer: log-probs of given tokens without holding the logits of all of them in memory.
 
-Logits of 16,384 tokens over 152,000 words take 10 GB in float32, and a plain backward pass holds three more copies.
-`OutputHead` computes them a chunk of tokens at a time. It keeps one number per token, the log of the sum of the
-exponentials, and computes each chunk's logits again in the backward pass. The gradient of the output layer's weights
-is added up in float32, directly in the master's gradient.
+With a vocabulary of 152,000, the logits of 16,384 tokens take 10 GB in float32, and a plain backward pass holds three
+more copies. `OutputHead` computes the logits a chunk of tokens at a time. It keeps one number per token, the log of the
+sum of the exponentials, and computes each chunk's logits again in the backward pass. The gradient of the output layer's
+weights is added up in float32, directly in the gradient of the weights' float32 copy (master).
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from transformers import PreTrainedModel
 from offbeat.model.usage import own_logits
 
 CHUNK_BYTES = 2**30
-"""Memory for a chunk's logits and what is computed from them. Each chunk reads and writes the whole gradient of the
+"""Memory for a chunk's logits and the tensors computed from them. Each chunk reads and writes the whole gradient of the
 output layer, so small chunks are slow."""
 FUSED_BYTES, PLAIN_BYTES = 4, 8
-"""Bytes that a logit takes: in bfloat16 with its gradient where the work on logits is fused, otherwise in float32 with
-what is computed from it."""
+"""Bytes of memory per logit. If the operations on logits are fused (compiled), a logit and its gradient are held, both
+in bfloat16; otherwise a logit and a number computed from it, both in float32."""
 CHUNK_MULTIPLE = 128
-"""Chunks are multiples of this many tokens where possible, as the tiles of matrix products are."""
+"""A chunk's number of tokens is a multiple of this where possible, because the tiles of matrix products are."""
 
 
 @dataclass
 class OutputHead:
-    """A model's output layer and what the model does to its logits: `softcap` bounds them, `scale` multiplies them."""
+    """A model's output layer, and how the model adjusts its logits: `softcap` bounds them, then `scale` multiplies."""
 
     layer: nn.Linear
     scale: float = 1.0
     softcap: float | None = None
     gradient_of: Callable[[Tensor], Tensor | None] = lambda weight: weight
-    """Function from a weight to the float32 tensor whose `grad` is to get the weight's gradient; None: not trained."""
+    """Function from a weight to the float32 tensor whose `grad` receives the weight's gradient; None: not trained."""
     fuses: bool = False
-    """Whether to compile the work on logits, which reads them once instead of six times."""
+    """Whether to compile the operations on logits; compiled, they read the logits once instead of six times."""
 
     @classmethod
     @torch.no_grad()
     def of(cls, model: PreTrainedModel, tokens: Tensor) -> OutputHead | None:
-        """Returns the model's output head; None if its logits cannot be computed from the output layer's input alone,
-        as a forward pass over a row of `tokens` shows."""
+        """Returns the model's output head; None if the model computes its logits in another way. To find out, compares
+        the head's logits with those of the model's own forward pass over a row of `tokens`."""
         layer = model.get_output_embeddings()
         if type(layer) is not nn.Linear:
             return None
@@ -67,8 +67,8 @@ class OutputHead:
 
     @contextmanager
     def deferred(self) -> Iterator[list[Tensor]]:
-        """Makes the model skip its output layer within the block. The yielded list gets the layer's input of each
-        forward pass; the model's logits are meaningless meanwhile."""
+        """Makes the model skip its output layer within the block, so that the model's logits are meaningless there. The
+        input of the layer in each forward pass is appended to the yielded list."""
         hidden: list[Tensor] = []
 
         def keep(states: Tensor) -> Tensor:
@@ -82,7 +82,8 @@ class OutputHead:
             del self.layer.forward
 
     def logprobs(self, hidden: Tensor, rows: Tensor, targets: Tensor, temperature: float) -> Tensor:
-        """Returns the log-probs of `targets`. `rows` says which row of `hidden` (rows, width) predicts each of them."""
+        """Returns the log-probs of the tokens `targets`. `hidden`, (positions, width), is the output layer's input;
+        `rows` holds for each target the index in `hidden` of the position that predicts it."""
         found: Tensor = _ChunkedLogprobs.apply(hidden, rows, targets, temperature, self)
         return found
 
@@ -93,12 +94,12 @@ class OutputHead:
 
 
 def exceeds_chunk(num_targets: int, vocabulary: int) -> bool:
-    """Whether the logits of so many targets take more memory than a chunk."""
+    """Whether the logits of `num_targets` tokens take more memory than a chunk, so that chunks are worth it."""
     return num_targets * vocabulary * PLAIN_BYTES > CHUNK_BYTES
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Log-probs of targets, by chunks; see `OutputHead`. Only `hidden` gets its gradient through autograd."""
+    """Log-probs of targets, computed in chunks; see `OutputHead`. Only `hidden` gets its gradient through autograd."""
 
     @staticmethod
     def forward(
@@ -135,7 +136,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 def _adjusted(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Returns what a model makes of its output layer's `logits`."""
+    """Returns the model's logits, given the output of its output layer: first soft-capped, then scaled."""
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     return logits if scale == 1.0 else logits * scale
@@ -144,7 +145,8 @@ def _adjusted(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
 def _measure(
     logits: Tensor, targets: Tensor, temperature: float, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the targets' log-probs, and the log of the sum of the exponentials of each row of `logits`."""
+    """Returns the targets' log-probs, and for each target the log of the sum of the exponentials of its logits, all
+    after cap, scale and temperature."""
     adjusted = _adjusted(logits, scale, softcap).float()
     if temperature != 1.0:
         adjusted = adjusted / temperature
@@ -161,7 +163,8 @@ def _slope(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """Returns the gradient of the output layer's `logits`, in their dtype, given `grads` of the targets' log-probs."""
+    """Returns the loss's gradient with respect to the output layer's `logits`, in their dtype. `grads` is the gradient
+    with respect to the targets' log-probs; `sums` is the second result of `_measure`."""
     adjusted = _adjusted(logits, scale, softcap).float()
     shares = torch.exp((adjusted if temperature == 1.0 else adjusted / temperature) - sums[:, None])
     is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
@@ -187,7 +190,7 @@ def _gradient(owner: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
-    """Adds the product of two matrices to `total`, which is float32, without a copy of the product on a GPU."""
+    """Adds the matrix product of `one` and `other` to the float32 `total`; on a GPU, without memory for the product."""
     total = total.view(len(one), -1)
     if one.dtype == total.dtype:
         total.addmm_(one, other)

@@ -1,11 +1,11 @@
 """Samples of a batch, and micro-batches without padding: all tokens in one row, a shared prompt only once.
 
-For each group, the row holds the prompt and then each member's response without its last token, which predicts nothing.
-So layers that work token by token compute no padding. For attention, a `RowLayout` says how to gather the sequences:
-samples of similar length form a bucket, each sample attends to its prompt and its own tokens, and `restore` maps the
-results back to the row. A prompt's tokens have the same result in every member's sequence, so any one of them serves.
+For each prompt, the row holds the prompt and then each of its responses without the last token, which predicts nothing.
+So layers that work token by token compute no padding. For attention, a `RowLayout` says how to gather the sequences
+(each a prompt and a response). Sequences of similar length form a bucket, each attends only to itself, and `restore`
+maps the results back to the row. A prompt has the same results in all of its sequences, so those of any one are used.
 
-A model that cannot attend this way gets the same sequences as right-padded rows, as the buckets' tables define them.
+A model that cannot be run on such a row (`Usage.packs`) gets the sequences as right-padded rows, one row each.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from offbeat.trajectory import Segment, Trajectory
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One trajectory (prompt and answer) of a batch as numpy arrays, with what training needs to know of it."""
+    """One trajectory (prompt and answer) of a batch as numpy arrays, with its reward and the facts that training needs.
+    Arrays other than `prompt` have one entry per response token."""
 
     group: int
     prompt: np.ndarray
     response: np.ndarray
     logprobs: np.ndarray
-    """Log-probs that the engine reported, one per response token; 0 for given tokens."""
+    """Log-probs that the engine reported for the response tokens; 0 for given tokens, which no engine sampled."""
     mask: np.ndarray
     """True where a response token may be trained on."""
     reward: float
@@ -38,21 +39,21 @@ class Sample:
     staleness: np.ndarray | None = None
     """Staleness of each response token in steps, valid where `mask` is True; None: 0 everywhere."""
     sampled: np.ndarray | None = None
-    """True where a token was sampled, even if it is too old to be trained on; None: same as `mask`."""
+    """True where a response token was sampled, even if it is too old to be trained on; None: same as `mask`."""
     rewards: tuple[tuple[int, float], ...] = ()
-    """Parts of the reward as (position, weighted value); empty: all of `reward` is at the last token."""
+    """Parts of the reward as (response position, weighted value); empty: all of `reward` is at the last token."""
     segment: np.ndarray | None = None
-    """For each token, the response position at which its segment starts; None: there is one segment."""
+    """For each response token, the response position at which its segment starts; None: there is one segment."""
     version: np.ndarray | None = None
-    """Number of the version that sampled each token; None: unknown, so that only fresh tokens can be audited."""
+    """Number of the version that sampled each response token; None: unknown, so only fresh tokens can be audited."""
     old_kv: np.ndarray | None = None
-    """True where a token attended to keys and values of weights older than its own; None: nowhere."""
+    """True where a response token attended to keys and values of weights older than its version; None: nowhere."""
     siblings: int | None = None
-    """Id of the prompt if its answers are claimed separately, in several groups; None: `group` serves as the id."""
+    """Id of the prompt if its answers are claimed separately, in several groups; None: they are all in `group`."""
     earlier: tuple[float, ...] = ()
-    """Rewards of other answers to the same prompt that are not in the batch."""
+    """Rewards, known when the batch was claimed, of other answers to the prompt that are not in the batch."""
     is_proven: bool = True
-    """Whether earlier audits found the sample's workers honest; if not, all tokens are audited where possible."""
+    """Whether earlier audits found the sample's workers honest; if not, all tokens that can be audited are."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.response), len(self.logprobs), len(self.mask), len(self.ages)}
@@ -61,7 +62,8 @@ class Sample:
 
     @property
     def prompt_id(self) -> int:
-        """Id shared by all answers to a prompt: they share its tokens in a packed row and are compared in reward."""
+        """Id of the prompt. Samples with the same id share the prompt's tokens in a packed row, and their rewards are
+        compared with each other."""
         return self.group if self.siblings is None else self.siblings
 
     @property
@@ -73,12 +75,12 @@ class Sample:
 
     @property
     def is_fresh(self) -> np.ndarray:
-        """True where a trained token was sampled with the weights and KV of the version that the step begins with."""
+        """True where a trained token was sampled with weights and KV cache of the version that the step begins with."""
         return (self.ages == 0) & self._own_kv
 
     @property
     def is_stale(self) -> np.ndarray:
-        """True where a trained token was sampled with the weights and KV of a single older version."""
+        """True where a trained token was sampled with weights and KV cache of one and the same older version."""
         return (self.ages > 0) & self._own_kv
 
     @property
@@ -137,26 +139,27 @@ def _has_old_kv(segment: Segment) -> bool:
 
 
 BUCKET_RATIO = 0.6
-"""Least ratio between the shortest and the longest sample of a bucket; bounds the padding in attention."""
+"""Least length of a bucket's shortest sequence, as a share of its longest; bounds the padding in attention."""
 
 
 @dataclass(frozen=True)
 class Varlen:
     """Row layout for kernels that take sequences of uneven length, without padding and without moving a query.
 
-    The row is cut into runs, a prompt or the rest of a response each. The queries of a run attend to the keys of its
-    prompt and to its own. A prompt's keys are repeated for each response; `keys` says which row position each key is.
+    The row is cut into runs: each run is a prompt, or a response without its last token. The queries of a response
+    attend to the keys of its prompt and to its own keys. So a prompt's keys are repeated for each response.
     """
 
     keys: Tensor
+    """Row position of each key, run after run; a response's run begins with its prompt's keys."""
     query_ends: Tensor
-    """0, and the end of each run in the row."""
+    """0, and then the row position after the end of each run."""
     key_ends: Tensor
-    """0, and the end of each run's keys in `keys`."""
+    """0, and then the index in `keys` after the end of each run's keys."""
     max_queries: int
     max_keys: int
     uses: Tensor
-    """Indices into `keys`, sorted by the row position that they name."""
+    """Indices into `keys`, sorted by the row position that `keys` holds there."""
     first_uses: Tensor
     """For each row position, the index of its first entry in `uses`."""
 
@@ -166,17 +169,18 @@ class RowLayout:
 
     def __init__(self, sequences: Sequence[np.ndarray], runs: Sequence[tuple[int, np.ndarray]], device: torch.device):
         self.sequences, self.runs, self.device = sequences, runs, device
-        """Row positions of each sequence; for each run of `Varlen`, its number of queries and its keys."""
+        """`sequences` holds the row positions of each sequence. `runs` holds, for each run of `Varlen`, its number of
+        queries and the row positions of its keys."""
 
     @property
     def buckets(self) -> tuple[Tensor, ...]:
-        """For each bucket (samples of similar length), a (samples, length) table of row positions, padded on the right;
-        results of padding are not read."""
+        """For each bucket (sequences of similar length), a (sequences, length) table of row positions. It is padded on
+        the right with position 0, and results at the padding are not read."""
         return self._gathered[0]
 
     @property
     def restore(self) -> Tensor:
-        """For each row position, the index of its result in the buckets' concatenated results."""
+        """For each row position, the index of its result among the results of all buckets, flattened and joined."""
         return self._gathered[1]
 
     @cached_property
@@ -231,10 +235,10 @@ class Microbatch:
     positions: Tensor
     layout: RowLayout
     predict_from: Tensor
-    """Row positions whose logits are needed to predict `targets`, each once."""
+    """Row positions whose logits predict `targets`; each position stands here once."""
     target_row: Tensor
-    """For each target, the index in `predict_from` of the position that predicts it. The first targets of a group's
-    members share one position, the prompt's last token."""
+    """For each target, the index in `predict_from` of the position that predicts it. The first targets of all responses
+    to a prompt share one position, the prompt's last token."""
     targets: Tensor
     """Tokens to predict: the response tokens of all packed samples, one sample after the other."""
 
@@ -244,7 +248,7 @@ class Microbatch:
 
 
 def plan(samples: Sequence[Sample], tokens_per_microbatch: int, *, shares_prompts: bool = True) -> list[list[int]]:
-    """Splits samples into micro-batches of at most `tokens_per_microbatch` row tokens; returns the indices in each.
+    """Splits samples into micro-batches of at most `tokens_per_microbatch` row tokens, returned as sample indices.
 
     Samples are ordered by prompt id, then by index, so that neighbours can share a prompt. With `shares_prompts`, a
     prompt counts once per micro-batch, otherwise once for each sample. A sample over the limit gets a micro-batch of
@@ -314,6 +318,6 @@ def pack(samples: Sequence[Sample], chosen: Sequence[int], device: torch.device)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """Returns the array as a tensor on `device`. A copy to a GPU does not wait for the work that is queued there."""
+    """Returns the array as a tensor on `device`. For a GPU, does not wait until work that is queued there is done."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -2,8 +2,8 @@
 
 The model holds exactly the tensors that are published, in their dtype, and every forward pass uses them. If that dtype
 is not float32, the optimizer holds float32 copies, the masters: gradients are added up in float32, updates change the
-masters, and the masters are rounded into the model. Sums run in the order of the micro-batches, so equal input gives
-equal bits.
+masters, and the masters are rounded into the model. Gradients are added up in the order of the micro-batches, so that
+equal input gives equal bits.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class Forward(NamedTuple):
     logprobs: Tensor
     """Log-probs of the targets, after temperature."""
     values: Tensor | None = None
-    """Value head's estimate at the position that predicts each target; None without a head."""
+    """Value head's estimate at the position that predicts each target; None without a value head."""
 
 
 LossFunction = Callable[[Forward], Tensor]
-"""Function from a micro-batch's forward pass to the scalar whose gradient is accumulated."""
+"""Function from the result of a micro-batch's forward pass to the scalar loss whose gradient is accumulated."""
 
 
 class Policy:
@@ -81,15 +81,16 @@ class Policy:
         compiles: bool = False,
         moments_on_host: bool = False,
     ):
-        """`gradient_checkpointing` is True for all layers, or a share of them. `moments_on_host` keeps AdamW's moments
-        in host memory and computes on the GPU. With `compiles`, layers are compiled
-        unless that fails on this machine; `TORCHDYNAMO_DISABLE=1` prevents it, too."""
+        """`gradient_checkpointing` is True for all layers, or the share of layers to checkpoint. `moments_on_host`
+        keeps AdamW's moments in host memory and computes updates on the GPU. With `compiles`, layers are compiled
+        unless compiling fails on this machine; `TORCHDYNAMO_DISABLE=1` prevents it, too."""
         self.usage = use_packed_attention(model)
         self.model, self.temperature, self.adam = model, temperature, adam
         self.device = next(model.parameters()).device
         self.num_threads = torch.get_num_threads()
         self.num_updates = 0
-        """Number of updates begun since this object was made; while it is unchanged, so are the weights."""
+        """Number of optimizer updates begun since this object was made. If a failed step began none, the weights are
+        still those before the step."""
         self.head = ValueHead(model) if has_value_head else None
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if self.head is not None:
@@ -138,7 +139,7 @@ class Policy:
         return self._forward(microbatch)
 
     def forward_backward(self, microbatch: Microbatch, loss: LossFunction) -> Tensor:
-        """Adds the gradient of one micro-batch's loss to the gradients; returns the targets' log-probs, detached."""
+        """Accumulates the gradient of one micro-batch's loss; returns the targets' log-probs, detached."""
         found = self._forward(microbatch)
         loss(found).backward()
         return found.logprobs.detach()
@@ -148,7 +149,7 @@ class Policy:
         return forward(self.model, microbatch, self.temperature, self.usage, self.head, output)
 
     def _output_head(self, model: PreTrainedModel, microbatch: Microbatch) -> OutputHead | None:
-        """Returns the output layer of `model` if the micro-batch's logits should be computed in chunks, else None."""
+        """Returns the output layer of `model`, to compute the micro-batch's logits in chunks; None: all at once."""
         model = model.model if isinstance(model, AdapterDisabled) else model
         vocabulary = model.config.get_text_config().vocab_size
         if not exceeds_chunk(len(microbatch.targets), vocabulary):
@@ -169,8 +170,8 @@ class Policy:
         return found
 
     def update(self, lr: float) -> float:
-        """Makes one optimizer update from the accumulated gradients; returns their norm before clipping. If a gradient
-        is not finite, raises `NotFinite` and drops the gradients; the weights do not change."""
+        """Makes one optimizer update from the accumulated gradients and drops them; returns their norm before clipping.
+        If a gradient is not finite, drops the gradients and raises `NotFinite`, and the weights do not change."""
         for master in self.masters:
             if master.grad is None:  # without a backward pass, momentum still moves the weights
                 master.grad = torch.zeros_like(master)
@@ -196,7 +197,7 @@ class Policy:
 
     @contextmanager
     def weights_of(self, file: Path) -> Iterator[None]:
-        """Gives the model the weights of another version within the block, read from `file`. Afterwards the model's own
+        """Gives the model the weights of another version, read from `file`, until the block ends. Then the model's own
         weights are restored: from the masters or, for weights without a separate master, from a copy."""
         pairs = zip(self.parameters, self.masters, strict=True)
         kept = [(parameter, parameter.detach().clone()) for parameter, master in pairs if master is parameter]
@@ -223,7 +224,7 @@ class Policy:
 
     @torch.no_grad()
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Restores tensors that `state` returned, to the bit."""
+        """Sets masters, optimizer state and model to the tensors that `state` returned, to the bit."""
         keys = sorted({key.split(".", 1)[0] for key in tensors} - {"master"})
         (group,) = self.optimizer.param_groups
         for name, master in zip(self.names, self.masters, strict=True):
@@ -269,8 +270,8 @@ def _add_to(master: Tensor) -> Callable[[Tensor], None]:
 
 
 def learning_rate(step: int, lr: float, schedule: str, warmup_steps: int, num_steps: int) -> float:
-    """Returns the learning rate at `step`: a linear warm-up over `warmup_steps`, and then what `schedule` says: a
-    constant rate, or a linear or cosine decay towards 0 at `num_steps`."""
+    """Returns the learning rate at `step`. It rises linearly to `lr` over `warmup_steps`. Then it is constant, or falls
+    to 0 at `num_steps` in a linear or cosine decay, as `schedule` says."""
     if step < warmup_steps:
         return lr * (step + 1) / (warmup_steps + 1)
     done = (step - warmup_steps) / max(num_steps - warmup_steps, 1)
@@ -304,10 +305,10 @@ def forward(
 
 
 class Outputs(NamedTuple):
-    """What the model computes at the positions `Microbatch.predict_from`."""
+    """Outputs of the model at the row positions `Microbatch.predict_from`."""
 
     rows: Tensor
-    """Logits, or inputs of the output layer if the logits are computed in chunks."""
+    """Logits; if these are to be computed in chunks, the inputs of the output layer instead."""
     values: Tensor | None
     """Values of the value head; None without one."""
 
@@ -353,8 +354,8 @@ def _at(
     head: ValueHead | None,
     output: OutputHead | None,
 ) -> Outputs:
-    """Runs the model and returns outputs at chosen positions: those at `columns` of every row are joined, row after
-    row, and of these the ones with the indices `cells` are returned."""
+    """Runs the model and returns its outputs at chosen positions. The outputs at `columns` of every row are joined, row
+    after row; `cells` holds the indices, into the joined outputs, of those to return."""
     options = {"logits_to_keep": columns} if usage.picks_logits else {}
     deferred: AbstractContextManager[list[Tensor]] = nullcontext([]) if output is None else output.deferred()
     with deferred as hidden:
@@ -395,9 +396,9 @@ class ValueHead:
 
 
 def checkpoint_layers(model: PreTrainedModel, share: float) -> None:
-    """Turns on gradient checkpointing for a share of the layers, evenly spread: these keep only their inputs.
-    transformers' own switch needs training mode, which would turn on dropout and router noise; here the model stays in
-    evaluation mode."""
+    """Turns on gradient checkpointing for a share of the layers, evenly spread; a checkpointed layer keeps only its
+    inputs for the backward pass. transformers' own switch is not used, because it needs training mode, which would turn
+    on dropout and router noise."""
     layers = layers_of(model)
     if share and not layers:
         raise UserError(f"model.gradient_checkpointing: {kind_of(model)} does not support it; set it to false")
@@ -411,8 +412,8 @@ def check_forward(model: PreTrainedModel, usage: Usage, is_compiled: bool = Fals
     """Raises a `UserError` if a sample's log-probs depend on the rest of its micro-batch, or if the backward pass
     fails.
 
-    Three short samples go together through a forward and backward pass. Two of them, one that shares its prompt and one
-    that does not, also go alone through transformers' own forward pass, for comparison.
+    Three short samples go together through a forward and backward pass. Two of them also go alone through transformers'
+    own forward pass, for comparison: one that shares its prompt with another sample, and one that does not.
     """
     samples = _samples(model)
     with one_line_errors(model, "a pass forward and back"), without_random(model):
@@ -451,8 +452,8 @@ def _forward_backward(model: PreTrainedModel, batch: Microbatch, usage: Usage) -
 
 
 def _samples(model: PreTrainedModel) -> list[Sample]:
-    """Returns three samples: two share a prompt, and one has a prompt of one token. Their lengths are close enough for
-    one padded bucket, if the model needs padding."""
+    """Returns three samples: two share a prompt, and the third has a prompt of one token. Their lengths are so similar
+    that a model that needs padding gets all three in one padded batch."""
     tokens = np.array(probe_tokens(model, 17))
     prompt, others = tokens[:3], np.split(tokens[3:], (5, 8, 9))
     return [_sample(0, prompt, others[0]), _sample(0, prompt, others[1]), _sample(1, others[2], others[3])]

@@ -2,11 +2,11 @@
 
 The batch is split by whole groups, in order, into `updates_per_step` parts; each part is one optimizer update, whose
 denominators are fixed before its first micro-batch. With one update and no value head, the log-probs at the start of
-the step come from the forward pass itself.
+the step are those of the forward pass that computes the loss. Otherwise an additional forward pass computes them.
 
 A sample whose log-probs do not fit its version is not trained on (`offbeat.trainer.audit`). A sample with advantage 0
-skips the backward pass, unless a KL term, a value head or a user's loss gives it a gradient, but counts in metrics and
-denominators. NaN or infinity raises `NotFinite` before the update that it would affect.
+skips the backward pass, unless a KL term, a value head or a user's loss gives it a gradient. It still counts in metrics
+and denominators. NaN or infinity raises `NotFinite` before the update that it would affect.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class StepSettings:
     """Settings for advantages from a value head; None: use `advantage`."""
     policy_loss: PolicyLoss = clip
     is_own: bool = False
-    """Whether `policy_loss` is the user's own, under which a sample with advantage 0 may have a gradient."""
+    """Whether `policy_loss` is a user's own function, which may give a sample with advantage 0 a gradient."""
     loss: LossSettings = field(default_factory=LossSettings)
     correction: CorrectionSettings = field(default_factory=CorrectionSettings)
     aggregate: str = "sequence_mean"
@@ -64,8 +64,8 @@ class StepSettings:
     kl_coef: float = 0.0
     divergence: Divergence = k3
     max_sample_gap: float | None = None
-    """Mean absolute log-prob error of a sample's compared tokens above which to leave the sample out; None: no
-    audit."""
+    """Audits leave out a sample if the log-probs of engine and trainer differ by more than this, as the mean absolute
+    difference over its compared tokens. None: no audit."""
     audit_share: float = 0.0
     """Share of older tokens to audit: the trainer recomputes their log-probs with the version that sampled them."""
 
@@ -80,8 +80,9 @@ def train_step(
     size: MicrobatchSize | None = None,
 ) -> StepMetrics:
     """Trains the policy on a batch and returns the step's metrics. `reference` is the frozen initial model for a KL
-    term; None: no such term. `weights_of` returns the weights file of an older version, for audits; None: not kept.
-    `size` bounds micro-batches; None: `settings.tokens_per_microbatch` does."""
+    term; None: no KL term. `weights_of` is called in audits with the number of an older version. It returns this
+    version's weights file, or None if the file was not kept. `size` bounds micro-batches; None:
+    `settings.tokens_per_microbatch` does."""
     policy.use_threads()
     size = size or MicrobatchSize(settings.tokens_per_microbatch)
     parts = parts_of(samples, settings.updates_per_step)
@@ -110,7 +111,7 @@ def train_step(
 
 
 BUCKET_ENDS = (0, 1, 2, 4, 8)
-"""Largest staleness, in steps, of each bucket of tokens but the last, which has no upper end."""
+"""Metrics divide tokens into buckets by staleness: the largest staleness, in steps, of each bucket but the last."""
 BUCKET_NAMES = ("0", "1", "2", "3-4", "5-8", "9+")
 
 
@@ -120,7 +121,7 @@ class StalenessMetrics:
 
     num_tokens: int
     ess: float
-    """Effective sample size under importance weights, divided by the number of tokens."""
+    """Effective sample size under the importance ratios ρ (see `losses`), divided by the number of tokens."""
     behaviour_kl: float
     """KL estimate (k3) between the policy at the start of the step and the policy that sampled the tokens."""
     clip_share: float
@@ -129,36 +130,36 @@ class StalenessMetrics:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Metrics of a step; per-token means and shares are over trained tokens."""
+    """Metrics of a step; per-token means and shares are over the tokens trained on."""
 
     loss: float
     grad_norm: float
     clip_share: float
     kept_share: float
-    """Share of tokens that the correction did not reject."""
+    """Share of tokens that the off-policy correction did not reject."""
     kl: float
     ess: float
     logprob_gap: float
     """Mean absolute difference between the log-probs of engine and trainer, over tokens sampled from the weights at the
     start of the step; NaN if there are no such tokens."""
     clamped_share: float
-    """Share of tokens of which a log-ratio was clamped to plus or minus `MAX_LOG_RATIO`."""
+    """Share of tokens whose log r or log ρ (see `losses`) was clamped to plus or minus `MAX_LOG_RATIO`."""
     entropy: float
     """Entropy estimate: minus the mean of the log-probs that engines reported."""
     num_trained_tokens: int
     num_row_tokens: int
     num_microbatches: int
     signal_share: float
-    """Share of samples whose advantage is not 0."""
+    """Share of samples with an advantage other than 0 at any token."""
     value_loss: float | None = None
     left_out: tuple[int, ...] = ()
-    """Indices of samples left out because the log-probs that engines reported do not fit the versions reported."""
+    """Indices of samples that were not trained on, because their log-probs do not fit the versions that they name."""
     compared: tuple[SegmentFinding, ...] = ()
-    """Segments whose reported log-probs were compared with the trainer's under the same version."""
+    """Segments whose reported log-probs were compared with the trainer's under the version that sampled the segment."""
     by_staleness: dict[str, StalenessMetrics] = field(default_factory=dict)
 
     def row(self) -> dict[str, float]:
-        """Returns the step's metrics by name as one flat row of numbers, without those that do not apply."""
+        """Returns the metrics by name as one flat row of numbers, without `value_loss` if there is no value head."""
         row = {**asdict(self), "left_out": len(self.left_out)}
         row["compared_tokens"] = sum(segment.num_tokens for segment in self.compared)
         row["off_tokens"] = sum(segment.num_off for segment in self.compared)
@@ -171,7 +172,7 @@ class StepMetrics:
 
 
 class StepInProgress:
-    """A training step while it runs; holds what its micro-batches share, such as advantages and metric sums."""
+    """A training step while it runs; holds data that its micro-batches share, such as advantages and metric sums."""
 
     def __init__(
         self,
@@ -184,20 +185,21 @@ class StepInProgress:
         self.policy, self.samples, self.settings, self.reference = policy, samples, settings, reference
         self.size = size or MicrobatchSize(settings.tokens_per_microbatch)
         self.proximal: dict[int, np.ndarray] = {}
-        """Log-probs at the start of the step, by sample; empty unless computed before the first update."""
+        """Log-probs at the start of the step, by sample index. Empty with one update and no value head, where the
+        forward pass for the loss gives them."""
         self.values: dict[int, np.ndarray] = {}
         self.witnessed: dict[int, np.ndarray] = {}
-        """Log-probs of older tokens under the weights of their own version, by sample; NaN: not computed."""
+        """Log-probs of older tokens under the weights of their own version, by sample index; NaN: not computed."""
         self.credit = Credit((), None, 0.0)
         self.sums = StepAccumulator()
         self.pending: list[tuple[Microbatch, dict[str, Tensor]]] = []
-        """Numbers of the update's micro-batches that lie on the device still."""
+        """Micro-batches of the current update, each with named sums and checks that are still on the device."""
         self.places: dict[tuple[int, ...], tuple[tuple[int, int], ...]] = {}
-        """Segments audited in a micro-batch, by its samples."""
+        """`Findings.places` of the audit of each micro-batch, by the indices of the micro-batch's samples."""
 
     def begin(self, parts: Sequence[Sequence[int]]) -> None:
-        """Computes the advantages. For several updates or a value head, first computes the log-probs and values at the
-        step's start. `parts` holds the sample indices of each update."""
+        """Computes the advantages. With several updates or a value head, first computes the log-probs and values at the
+        start of the step. `parts` holds the sample indices of each update."""
         settings = self.settings
         if len(parts) > 1 or settings.gae is not None:
             self._record_start(parts)
@@ -207,7 +209,7 @@ class StepInProgress:
         )
 
     def _record_start(self, parts: Sequence[Sequence[int]]) -> None:
-        """Stores every sample's log-probs and, with a value head, values before the step's first update."""
+        """Stores all samples' log-probs and, with a value head, values, as they are before the step's first update."""
         for part in parts:
             for batch in self._microbatches(part):
                 found = self.policy.infer(batch)
@@ -221,8 +223,8 @@ class StepInProgress:
                 raise NotFinite("the value head's guess", i, int(wrong[0]))
 
     def accumulate(self, part: Sequence[int], only: Sequence[int] | None = None) -> None:
-        """Accumulates the gradient of one update from the samples in `part`. With `only`, just these samples of `part`
-        contribute, while the denominators stay those of the whole part."""
+        """Accumulates the gradient of one update from the samples with the indices `part`. With `only`, a subset of
+        `part`, only these samples contribute, while the denominators stay those of the whole part."""
         settings, masks = self.settings, [self.samples[i].mask for i in part]
         counted = [self.samples[i].counted for i in part]
         totals = Totals.of(counted)
@@ -266,14 +268,14 @@ class StepInProgress:
         self.policy.forward_backward(batch, loss)
 
     def _measure(self, batch: Microbatch) -> None:
-        """Adds samples without a gradient, whose advantage is 0, to the step's metrics; makes no backward pass."""
+        """Adds samples without a gradient (their advantage is 0) to the step's metrics; makes no backward pass."""
         start = self._start(batch)
         tokens = self._tokens(batch, self.policy.logprobs(batch) if start is None else start, None)
         self._note(batch, tokens, correct(tokens, self.settings.correction), None, {})
 
     def _tokens(self, batch: Microbatch, logprobs: Tensor, reference: Tensor | None) -> Tokens:
-        """Audits a micro-batch and returns the tokens for the loss; samples that fail the audit are masked, and so are
-        trained tokens with NaN or infinity."""
+        """Audits a micro-batch and returns its tokens for the loss. Samples that fail the audit are masked, and so are
+        tokens with NaN or infinity. Appends the audit's results and the place of the first such token to `pending`."""
         chosen = [self.samples[i] for i in batch.samples]
         start = self._start(batch)
         proximal = logprobs.detach() if start is None else start
@@ -315,14 +317,15 @@ class StepInProgress:
         clipped: Tensor | None,
         parts: dict[str, Tensor],
     ) -> None:
-        """Adds what the metrics need of a micro-batch to what is pending. Nothing of it is read before `_settle`."""
+        """Adds a micro-batch's sums for the metrics, and `parts` of the loss, to its entry in `pending`. The numbers
+        stay on the device until `_settle` reads them."""
         _, noted = self.pending[-1]
         noted |= parts
         noted["buckets"], noted["whole"] = sums_of(tokens, correction, clipped, self._fresh(batch))
 
     def _settle(self) -> None:
-        """Reads what is pending from the device, all at once, and adds it to the step's sums. Raises `NotFinite` for
-        the first micro-batch with NaN or infinity."""
+        """Reads the tensors in `pending` from the device, all at once, and adds them to the step's sums. Raises
+        `NotFinite` for the first micro-batch with NaN or infinity."""
         pending, self.pending = self.pending, []
         if not pending:
             return
@@ -344,8 +347,8 @@ class StepInProgress:
                 self.sums.compared += [one._replace(sample=batch.samples[one.sample]) for one in segments]
 
     def _refuse(self, batch: Microbatch, first: int, finite: Sequence[bool]) -> None:
-        """Raises `NotFinite` for the target with index `first`. `finite` says of which log-probs it is finite: the
-        trainer's, those at the start of the step and, with a KL term, the reference's."""
+        """Raises `NotFinite` for the micro-batch's target with index `first`. `finite` says which of the target's
+        log-probs are finite: the trainer's, that at the start of the step and, with a KL term, the reference's."""
         sample, token = self._locate(batch, first)
         if not finite[0]:
             what = "the trainer's log-prob"
@@ -360,15 +363,15 @@ class StepInProgress:
         raise NotFinite(what, sample, token)
 
     def _locate(self, batch: Microbatch, target: int) -> tuple[int, int]:
-        """Returns where a micro-batch's target with index `target` comes from: the sample's index in the batch, and the
+        """Returns the place of the micro-batch's target with index `target`: the sample's index in the batch, and the
         token's index in the sample's response."""
         ends = np.cumsum([self.samples[i].num_tokens for i in batch.samples])
         sample = batch.samples[int(np.searchsorted(ends, target, side="right"))]
         return sample, target - int(ends[batch.samples.index(sample)] - self.samples[sample].num_tokens)
 
     def _value_loss(self, batch: Microbatch, found: Forward, tokens: Tokens, totals: Totals) -> Tensor:
-        """Returns PPO's value loss: half the larger of the squared errors with and without clipping, summed over the
-        trained tokens of the micro-batch and divided by the number of tokens in the update."""
+        """Returns PPO's value loss of a micro-batch. For each trained token, this is half the larger of the squared
+        errors with and without clipping. The sum is divided by the number of tokens in the update."""
         assert self.settings.gae is not None
         assert self.credit.returns is not None
         assert found.values is not None
@@ -399,7 +402,7 @@ class StepInProgress:
 
 
 def parts_of(samples: Sequence[Sample], count: int) -> list[list[int]]:
-    """Splits a batch, in order, into up to `count` parts of about equally many whole groups; returns sample indices."""
+    """Splits a batch, in order, into up to `count` parts of about equally many whole groups, as sample indices."""
     groups = [sample.group for sample in samples]
     ids = list(dict.fromkeys(groups))
     part_of = {group: i * count // len(ids) for i, group in enumerate(ids)}
@@ -411,7 +414,7 @@ def parts_of(samples: Sequence[Sample], count: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Totals:
-    """Denominators of an update's loss: the numbers of tokens and sequences that count."""
+    """Denominators of an update's loss: the numbers of its tokens (`Sample.counted`) and of its sequences."""
 
     num_tokens: int = 0
     num_sequences: int = 0
@@ -434,9 +437,10 @@ def token_weights(
         sequence_mean   1 / (sequences x tokens of the sequence)
         constant        1 / (sequences x `constant`)
 
-    `totals` are those of the whole update before any token is rejected, so every split into micro-batches gives the
-    same loss and gradient. A sequence without a trained token adds 0 to the loss and still counts. `counted` marks the
-    tokens that `sequence_mean` counts in each sequence; None: those in `masks`.
+    `how` is the rule, and `tokens` and `sequences` are the `totals` of the whole update, before audit or correction
+    reject any token. So every split into micro-batches gives the same loss and gradient. A sequence without a trained
+    token adds 0 to the loss and still counts. `counted` marks the tokens that `sequence_mean` counts in each sequence;
+    None: those in `masks`, which are trained on.
     """
     sequences = max(totals.num_sequences, 1)
     match how:
@@ -468,11 +472,11 @@ class StepAccumulator:
     left_out: list[int] = field(default_factory=list)
     compared: list[SegmentFinding] = field(default_factory=list)
     buckets: np.ndarray = field(default_factory=lambda: np.zeros((6, len(BUCKET_NAMES))))
-    """One column per staleness bucket; rows: number of tokens, sums of ρ, ρ² and k3, numbers of clipped and kept
-    tokens. ρ is explained in `losses`."""
+    """One column per staleness bucket. The rows are: number of tokens, sums of ρ, ρ² and k3, number of clipped tokens,
+    number of tokens kept by the correction. ρ (importance ratio) and k3 (KL estimate) are explained in `losses`."""
 
     def add(self, num_row_tokens: int, found: Mapping[str, np.ndarray]) -> None:
-        """Adds a micro-batch: its loss terms, and what `sums_of` returned."""
+        """Adds a micro-batch; `found` has its loss terms and, as "buckets" and "whole", the results of `sums_of`."""
         self.row_tokens += num_row_tokens
         self.microbatches += 1
         for name in ("loss", "kl", "value_loss"):
@@ -515,9 +519,10 @@ class StepAccumulator:
 
 
 def sums_of(tokens: Tokens, correction: Correction, clipped: Tensor | None, fresh: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns a micro-batch's sums, on its device: `StepAccumulator.buckets`, and over all trained tokens the log-prob
-    gap of fresh ones, the engines' log-probs, and the numbers of fresh and of clamped ones. `clipped` is None if the
-    tokens have no gradient. `fresh` is True where the engine sampled with the weights at the start of the step."""
+    """Returns a micro-batch's sums over trained tokens, on its device: first those for `StepAccumulator.buckets`, then
+    four numbers. These are the sum of the log-prob gaps of fresh tokens, the sum of the engines' log-probs, the number
+    of fresh tokens, and the number of tokens with a clamped log-ratio. `fresh` is True where the engine sampled with
+    the weights at the start of the step; `clipped` is None if the tokens have no gradient."""
     mask = tokens.mask.to(torch.float32)
     log_importance = tokens.log_importance.detach()
     importance = log_importance.exp()
@@ -542,7 +547,7 @@ def _bucket_of(staleness: Tensor) -> Tensor:
 
 
 def _first_true(flags: Tensor) -> Tensor:
-    """Returns the index of the first True, or -1, as a tensor of one number."""
+    """Returns the index of the first True in `flags`, or -1 if there is none, as a tensor of one number."""
     if not len(flags):
         return torch.full((1,), -1, device=flags.device)
     first = flags.to(torch.uint8).argmax(0, keepdim=True)

@@ -1,9 +1,9 @@
 """The training loop: claim a batch, train on it, publish the new version, commit.
 
 `Trainer._train` and `_make_step` show the order; other modules do the work. A version is on disk before its commit
-makes it known, and a checkpoint holds only what the ledger does not. So after a kill at any moment, a restart claims
-the same batch for the same step. A step that meets NaN or infinity, or fails otherwise, ends the run; if it has made no
-update yet, a checkpoint saves the state before the step.
+makes it known, and a checkpoint holds only state that the ledger does not have. So after a kill at any moment, a
+restart claims the same batch for the same step. A step that meets NaN or infinity, or fails otherwise, ends the run; if
+the step has made no update yet, a checkpoint saves the state before the step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from offbeat.weights.version import Version
 log = logging.getLogger(__name__)
 
 MAX_CLAMPED_SHARE = 0.001
-"""Share of a step's tokens with a clamped log-ratio above which a warning is logged; so many cannot be chance."""
+"""A warning is logged if a larger share of a step's tokens has a clamped log-ratio; so many cannot be chance."""
 REPORT_WITHIN_S = 60.0
 """Seconds for which to try to report a checkpoint to the coordinator."""
 
@@ -59,7 +59,7 @@ class TrainerSettings:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What is reported of a finished step: its batch, metrics and learning rate."""
+    """Report of a finished step. `step` counts from 0, so that it is also the step of the version that was trained."""
 
     step: int
     batch: Batch
@@ -100,7 +100,8 @@ class Trainer:
 
     async def start(self, *, from_scratch: bool = False) -> int:
         """Takes over the run from the latest checkpoint, or from the initial model if there is none, and publishes
-        these weights; returns the next step. `from_scratch` lets a trainer without a checkpoint undo the whole run."""
+        these weights; returns the next step, counted from 0. `from_scratch` lets a trainer without a checkpoint undo
+        the whole run, of which another trainer may have checkpoints."""
         steps = self.checkpoints.steps()
         if steps and from_scratch:
             raise UserError(
@@ -189,8 +190,8 @@ class Trainer:
         return StepReport(self.step - 1, batch, metrics, lr, self.weights.figures)
 
     async def _finish(self, step: Coroutine[Any, Any, StepReport], stop: asyncio.Event) -> StepReport:
-        """Awaits a step. If another part of the run fails meanwhile, the step is still finished and saved, because its
-        thread cannot be stopped and half a step is useless."""
+        """Awaits `step`, a call of `_make_step`. If another part of the run fails meanwhile, the step is still finished
+        and saved, because its thread cannot be stopped and half a step is useless."""
         making = asyncio.ensure_future(step)
         try:
             return await asyncio.shield(making)
@@ -255,7 +256,7 @@ class Trainer:
             raise
 
     async def _save_undisturbed(self) -> None:
-        """Saves a checkpoint and ignores all cancellations meanwhile; every part of the run that fails sends one."""
+        """Saves a checkpoint and ignores cancellations meanwhile; each part of the run that fails sends another."""
         saving = asyncio.ensure_future(self.save())
         while not saving.done():
             with suppress(asyncio.CancelledError):
