@@ -94,11 +94,12 @@ def test_a_server_sees_no_secret_of_ours_and_none_of_our_packages():
 
 
 def test_without_a_gpu_the_servers_processes_give_way_to_others_while_they_wait():
-    told = suited(environment(configured(), {}), CPU)
+    told = suited(configured(), environment(configured(), {}), CPU)
     asked = "import os; os.sched_yield(); print(os.sched_yield.__module__); import offbeat_in_vllm"
     said = subprocess.run([sys.executable, "-c", asked], env=told, capture_output=True, text=True, check=True)
     assert said.stdout == "sitecustomize\n"
-    assert suited(environment(configured(), {}), GPU) == environment(configured(), {})
+    for config, machine in ((configured(), GPU), (configured(rollout__engine="sglang"), CPU)):
+        assert suited(config, environment(config, {}), machine) == environment(config, {})
 
 
 @pytest.mark.parametrize(

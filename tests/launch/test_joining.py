@@ -1,6 +1,7 @@
 """How a role comes to a run: into a folder of its own, believing no more than it must."""
 
 import asyncio
+import errno
 import stat
 from pathlib import Path
 
@@ -116,6 +117,17 @@ def test_a_workers_folder_is_private_and_one_that_was_there_stays_as_it_is(tmp_p
     (tmp_path / "mine").mkdir(mode=0o755)
     with own_folder(str(tmp_path / "mine"), None, "http://host:1") as (path, _):
         assert stat.S_IMODE(path.stat().st_mode) == 0o755
+
+
+def test_a_folder_that_cannot_be_locked_is_told_and_not_taken_for_one_in_use(tmp_path, monkeypatch):
+    def refuse(*_) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("fcntl.flock", refuse)
+    told = r"its file system cannot lock files \(No locks available\)"
+    with pytest.raises(UserError, match=told), own_folder(None, "w", "http://host:1"):
+        pass
 
 
 def test_a_worker_is_named_as_it_is_told_or_else_by_its_folder(tmp_path):

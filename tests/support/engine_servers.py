@@ -95,7 +95,7 @@ def own_server(
         server = EngineServer(
             name,
             partial(commands.command, config, machine),
-            commands.suited(environment, machine),
+            commands.suited(config, environment, machine),
             new_endpoint=partial(new_endpoint, name),
             log=log or Path(folder) / "engine.log",
             lock=Path(folder) / "engine.lock",

@@ -25,7 +25,7 @@ from offbeat.config.load import typed_keys
 from offbeat.config.local_keys import with_local_keys
 from offbeat.errors import DeadlineError, RunOver, UserError
 from offbeat.files import make_folder, readable_by, write_atomic
-from offbeat.launch.run_folder import CONFIG, LOCK, FolderLock
+from offbeat.launch.run_folder import CONFIG, LOCK, FolderInUse, FolderLock
 from offbeat.launch.stopping import interruptible
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.workers import Role
@@ -189,6 +189,6 @@ def _first_free(name: str, url: str) -> tuple[Path, str, FolderLock]:
         numbered = name if number == 1 else f"{name}-{number}"
         path = cache / "offbeat" / host / numbered
         make_private(path)
-        with suppress(UserError):  # in use by another worker
+        with suppress(FolderInUse):
             return path, numbered, FolderLock(path / LOCK)
     raise UserError(f"{path.parent}: {name} to {numbered} are all in use by other workers; name a folder with --dir")

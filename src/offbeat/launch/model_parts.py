@@ -153,9 +153,11 @@ def _fits_without_moments_alone(config: Config, model: PreTrainedModel) -> bool:
     memory = memory_bytes(model.device)
     if model.device.type != "cuda" or memory is None:
         return False
-    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     room = STATE_SHARE * memory[1] - servers_bytes(config, memory[1])
-    needed = sum(parameter.nbytes for parameter in model.parameters()) + STATE_BYTES * num_trained
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    masters_in_place = sum(parameter.nbytes for parameter in trained if parameter.dtype == torch.float32)
+    needed = sum(parameter.nbytes for parameter in model.parameters()) - masters_in_place
+    needed += STATE_BYTES * sum(parameter.numel() for parameter in trained)
     if needed <= room:
         return False
     log.info(

@@ -46,6 +46,10 @@ if TYPE_CHECKING:
 _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
+class FolderInUse(UserError):
+    """Another process works in a folder."""
+
+
 class FolderLock:
     """Lets one process at a time work in a folder; held from construction until `release`.
 
@@ -67,7 +71,7 @@ class FolderLock:
         except OSError as error:
             self.release()
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise UserError(f"{path.parent}: is in use by {_holder(path)}; stop it or wait for it") from error
+                raise FolderInUse(f"{path.parent}: is in use by {_holder(path)}; stop it or wait for it") from error
             raise UserError(
                 f"{path.parent}: its file system cannot lock files ({error.strerror}); choose another folder (run.dir "
                 "or --dir)"

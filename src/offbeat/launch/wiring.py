@@ -77,17 +77,23 @@ class Trial:
 
 
 async def try_rewards(config: Config, mixture: Mixture, pool: RewardPool) -> list[Trial]:
-    """Tries each reward on the first problem of a source that uses it; with reward.processes = 0, tries none."""
+    """Tries each reward on the first problem of each source that uses it; with reward.processes = 0, tries none."""
     if not config.reward.processes:
         return []
-    problems = {member.reward: (member.name, member.problem(0)) for member in mixture.members.values()}
-    found = await pool.check({name: _response(problem, problem.answer) for name, (_, problem) in problems.items()})
+    problems = {member.name: (member.reward, member.problem(0)) for member in mixture.members.values()}
+    tried = {reward: (source, _response(problem, problem.answer)) for source, (reward, problem) in problems.items()}
+    checked = await pool.check({reward: sample for reward, (_, sample) in tried.items()})
+    found = {source: checked[reward] for reward, (source, _) in tried.items()}
+    for source, (reward, problem) in problems.items():
+        if source not in found:  # another source has the same reward, and perhaps other columns
+            (found[source],) = await pool.score(reward, [_response(problem, problem.answer)])
+            if why := found[source].error:
+                raise UserError(f"reward {reward}: its trial on one sample of task {source} failed: {why}")
     shaping = make_shaping(config)
     shaping.check_names(pool.parts | {part.name for result in found.values() for part in result.rewards})
     trials = []
-    for name, result in found.items():
-        source, problem = problems[name]
-        trial = Trial(source, name, problem, total(shaping.weighted(result.rewards)))
+    for source, (name, problem) in problems.items():
+        trial = Trial(source, name, problem, total(shaping.weighted(found[source].rewards)))
         if problem.answer and trial.value == 0:
             (empty,) = await pool.score(name, [_response(problem, None)])
             if empty.error is None:

@@ -20,6 +20,7 @@ import torch
 from offbeat.errors import UserError
 from offbeat.files import write_atomic
 from offbeat.model.devices import empty_cache, memory_bytes
+from offbeat.trainer.host_adamw import HostAdamW
 from offbeat.trainer.packing import Sample, pack
 from offbeat.trainer.policy import Policy
 
@@ -34,7 +35,7 @@ PROBES = (1024, 3072)
 """Numbers of tokens in the two passes whose memory is measured; the memory grows linearly with this number."""
 SAFE_SHARE = 0.9
 """Share of the free memory to plan with; the rest is for fragmentation and for larger needs than were measured."""
-LATER_BYTES = 12
+LATER_BYTES, LATER_BYTES_WITHOUT_MOMENTS = 12, 4
 """Bytes per trained parameter that are not yet allocated when the size is measured: a gradient and two moments."""
 
 
@@ -78,7 +79,8 @@ def measured(policy: Policy, num_taken_bytes: int, longest: int) -> int:
     found = memory_bytes(policy.device)
     assert found is not None, "micro-batches are measured on GPUs alone"
     free, total = found
-    num_later = LATER_BYTES * sum(master.numel() for master in policy.masters)
+    per_parameter = LATER_BYTES_WITHOUT_MOMENTS if isinstance(policy.optimizer, HostAdamW) else LATER_BYTES
+    num_later = per_parameter * sum(master.numel() for master in policy.masters)
     room = SAFE_SHARE * (min(free, total - num_taken_bytes - torch.cuda.memory_allocated(policy.device)) - num_later)
     tokens = int((room - constant) / per_token) // 1024 * 1024
     return min(max(tokens, MIN_TOKENS), MAX_TOKENS)

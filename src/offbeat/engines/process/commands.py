@@ -123,9 +123,9 @@ def environment(config: Config, ours: Mapping[str, str]) -> dict[str, str]:
     return kept
 
 
-def suited(environment: Mapping[str, str], machine: EngineMachine) -> dict[str, str]:
-    """Returns `environment`; without a GPU, its PYTHONPATH also gets the folder of workarounds for vLLM on CPUs."""
-    if machine.num_gpus:
+def suited(config: Config, environment: Mapping[str, str], machine: EngineMachine) -> dict[str, str]:
+    """Returns `environment`; for vLLM without a GPU, its PYTHONPATH also gets the folder of workarounds for CPUs."""
+    if machine.num_gpus or config.rollout.engine != "vllm":
         return dict(environment)
     return {**environment, "PYTHONPATH": os.pathsep.join((environment["PYTHONPATH"], str(ON_CPU_FOLDER)))}
 

@@ -133,7 +133,7 @@ class ServerEngines:
         return EngineServer(
             config.rollout.engine,
             partial(commands.command, config, machine, ipc=self._uses_ipc),
-            commands.suited(environment, machine),
+            commands.suited(config, environment, machine),
             new_endpoint=partial(new_endpoint, config.rollout.engine),
             log=self._log_file,
             lock=self._folder / LOCK,
