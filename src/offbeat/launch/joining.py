@@ -128,7 +128,7 @@ async def _membership(invitation: Invitation, connection: Connection) -> Members
             if not _over_file(invitation).exists():
                 raise
             raise RunOver(
-                f"{known.worker}: run {known.run} was over when {known.worker} left it, and is no longer served"
+                f"{known.worker}: run {known.run} has ended and its coordinator no longer answers; there is nothing to join"
             ) from error
     with interruptible():  # a person may be asked for it
         token = saved.read_token(invitation.token_file)

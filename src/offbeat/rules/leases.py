@@ -132,7 +132,8 @@ class Leases:
 
 
 class OpenGroup(NamedTuple):
-    """A group with open tasks. It is a tuple because every lease request creates dozens, and tuples are fast."""
+    """A group with open tasks, which no worker holds and which have not ended: candidates for a lease. It is a tuple
+    because every lease request creates dozens, and tuples are fast."""
 
     group: int
     ordinal: int

@@ -118,7 +118,7 @@ class Streams:
 
     def end(self) -> None:
         if len(self.view):
-            raise CodecError(f"the code has {len(self.view)} bytes after its end")
+            raise CodecError(f"the encoded tensor has {len(self.view)} bytes left over after its last stream")
 
 
 # The sparse code: positions of changed elements of two bytes, and their differences.

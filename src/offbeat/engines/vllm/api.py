@@ -45,7 +45,8 @@ START_TIME = re.compile(r"^process_start_time_seconds ([0-9.e+]+)$", re.MULTILIN
 
 
 class VllmDialect:
-    """Implements `offbeat.engines.dialect.Dialect` for a vLLM server that loads whole models."""
+    """Implements `offbeat.engines.dialect.Dialect` for a vLLM server whose weights are all replaced by each version.
+    `LoraDialect` is for runs that train adapters."""
 
     def __init__(self, server: Server, transfer: Transfer | None = None):
         self.server = server

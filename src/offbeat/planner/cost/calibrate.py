@@ -70,7 +70,7 @@ DEFAULTS = {one.name: one.default for one in fields(Measurement)}
 
 @dataclass(frozen=True)
 class MeasuredMachine:
-    """A measured accelerator, and the software used for the measurements."""
+    """The accelerator on which measurements were made, with the figures of its data sheet, and the software used."""
 
     accelerator: str
     tflops: float

@@ -109,7 +109,10 @@ def lay_gang(fabric: NodeFabric, gang: Gang, names: Sequence[str]) -> Stages:
     for offer, of_class in groups.items():
         num_pipelines, rest = divmod(len(of_class), gang.pp)
         if rest:
-            raise UserError(f"gang {gang.name}: {len(of_class)} groups of {offer} do not fill pipelines of {gang.pp}")
+            raise UserError(
+                f"gang {gang.name}: its nodes of {offer} have {len(of_class)} groups of {gang.tp} cards, which is no "
+                f"multiple of pp {gang.pp}; a pipeline consists of {gang.pp} groups of one class"
+            )
         for i, stage in enumerate(stages):
             stage += of_class[i * num_pipelines : (i + 1) * num_pipelines]
     return tuple(map(tuple, stages))

@@ -439,8 +439,11 @@ def _check(problem: PlanningProblem) -> None:
         sizes = sorted({column.num_accelerators for column in problem.rollout if column.offer == name})
         for small, large in itertools.pairwise([*sizes, offer.per_node]):
             if large % small:
-                why = f"replicas of {small} accelerators do not divide {large}, so one could cross nodes"
-                raise ValueError(f"class {name}: {why}")
+                all_sizes = ", ".join(map(str, [*sizes, offer.per_node]))
+                raise ValueError(
+                    f"class {name}: a replica could be split between nodes, because {small} accelerators do not divide "
+                    f"{large}; of the sizes of its replicas and nodes ({all_sizes}), each has to divide the next"
+                )
 
 
 def _columns_of(problem: PlanningProblem, offer: str, *, is_home: bool = False) -> list[RolloutColumn]:
