@@ -117,8 +117,8 @@ def _check_options(dataset: str, options: Mapping[str, Any]) -> None:
 
 
 def _to_plain(value: Any) -> Any:
-    """Converts a value to JSON types. Tuples and mappings are marked so that `_from_plain` restores them exactly: a data
-    set's scoring compares them with its own, and (1, 2) is not [1, 2]."""
+    """Converts a value to JSON types. Tuples and mappings are marked so that `_from_plain` restores them exactly: the
+    scoring of a data set compares them with values of its own, and (1, 2) is not [1, 2]."""
     if isinstance(value, tuple):
         return {"tuple": [_to_plain(item) for item in value]}
     if isinstance(value, list):

@@ -128,7 +128,7 @@ async def _membership(invitation: Invitation, connection: Connection) -> Members
             if not _over_file(invitation).exists():
                 raise
             raise RunOver(
-                f"{known.worker}: run {known.run} has ended and its coordinator no longer answers; there is nothing to join"
+                f"{known.worker}: run {known.run} has ended, and its coordinator answers no more; nothing is left to do"
             ) from error
     with interruptible():  # a person may be asked for it
         token = saved.read_token(invitation.token_file)

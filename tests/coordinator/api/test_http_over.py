@@ -27,7 +27,10 @@ def test_one_that_comes_back_when_its_run_is_over_and_nobody_serves_it_ends_in_p
     assert "not answered" in capsys.readouterr().err
     (tmp_path / f"{role}-{OVER}").touch()
     assert come_back(tmp_path, role) == 0
-    assert capsys.readouterr() == ("w: run a was over when w left it, and is no longer served\n", "")
+    assert capsys.readouterr() == (
+        "w: run a has ended, and its coordinator answers no more; nothing is left to do\n",
+        "",
+    )
 
 
 def test_a_run_that_goes_on_is_not_over_any_more(tmp_path, capsys):
