@@ -18,6 +18,7 @@ from offbeat.client.in_process import InProcessTrainer, InProcessWorker
 from offbeat.config.schema import Config
 from offbeat.engines.protocol import KvMode
 from offbeat.errors import OffbeatError
+from offbeat.extras import collecting_later
 from offbeat.files import disk_trouble
 from offbeat.launch import stopping, wiring
 from offbeat.launch.coordinator_runtime import (
@@ -82,12 +83,13 @@ async def _run(folder: RunFolder, given: Given, *, from_scratch: bool) -> dict[s
         checked.announce(folder)
         with loading(f"run {folder.path}: {config.model.path}", is_quiet=is_quiet) as stage, interruptible():
             stage("importing torch")
-            import torch
+            with collecting_later():
+                import torch
 
-            from offbeat.launch import model_parts
-            from offbeat.trainer.checkpoint import Checkpoints
-            from offbeat.trainer.trainer import Trainer
-            from offbeat.weights.publish import Publisher
+                from offbeat.launch import model_parts
+                from offbeat.trainer.checkpoint import Checkpoints
+                from offbeat.trainer.trainer import Trainer
+                from offbeat.weights.publish import Publisher
 
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             model_parts.prepare_torch(config)
