@@ -8,6 +8,7 @@ last checkpoint.
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
@@ -95,9 +96,12 @@ async def _run(folder: RunFolder, given: Given, *, from_scratch: bool) -> dict[s
             model_parts.prepare_torch(config)
             stage("reading the model")
             settings = model_parts.trainer_settings(config)  # first, because it finds the user's own loss
-            policy, reference = model_parts.make_policy(config)
+            model = model_parts.load(config)
+            twin = copy.deepcopy(model) if config.rollout.engine == "embedded" else None  # faster than from disk
+            policy, reference = model_parts.make_policy(config, model)
             adapter = model_parts.make_adapter(config, policy)
-            engine = make_engine(config, WORKER)
+            engine = make_engine(config, WORKER, twin)
+            del twin
         stack.push_async_callback(engine.close)
         runtime = await stack.enter_async_context(
             open_coordinator(folder, checked.mixture, checked.pool, checked.prepared, given.sinks, only_worker=WORKER)
