@@ -110,7 +110,7 @@ class Stepper:
         called once, before the first request."""
         if self.usage.has_slots and not self.exact:
             with usage.without_random(self.model):
-                self._forward = recorded(self._forward, self._decode_inputs())
+                self._forward = recorded(DecodeForward(self.model), self._decode_inputs())
 
     def submit(self, request: Request) -> None:
         self.waiting.append(request)
