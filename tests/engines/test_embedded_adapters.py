@@ -57,7 +57,9 @@ def published(tmp_path: Path) -> Published:
 
 def new_stepper(model: PreTrainedModel, exact: bool, version: int | None = 0) -> Stepper:
     with torch.inference_mode():
-        return Stepper(model, 16, CONTEXT_TOKENS, exact, "w", "print", version)
+        stepper = Stepper(model, 16, CONTEXT_TOKENS, exact, "w", "print", version)
+        stepper.record()
+        return stepper
 
 
 def finish(stepper: Stepper) -> list[Generation]:

@@ -27,7 +27,12 @@ def new_stepper(config: type, exact: bool = False, **more: object) -> Stepper:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config(**SHAPE, **more)).eval()
     with torch.inference_mode():
-        return Stepper(model, 16, 64, exact, "worker", "fingerprint", 0)
+        return recorded(Stepper(model, 16, 64, exact, "worker", "fingerprint", 0))
+
+
+def recorded(stepper: Stepper) -> Stepper:
+    stepper.record()
+    return stepper
 
 
 def both(stepper: Stepper) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -71,5 +76,5 @@ def test_a_model_that_branches_on_values_is_called_itself():
         return model.eval()
 
     with torch.inference_mode():
-        stepper = Stepper(branching(LlamaConfig(**SHAPE)), 16, 64, False, "worker", "fingerprint", 0)
+        stepper = recorded(Stepper(branching(LlamaConfig(**SHAPE)), 16, 64, False, "worker", "fingerprint", 0))
     assert isinstance(stepper._forward, DecodeForward)

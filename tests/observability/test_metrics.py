@@ -9,6 +9,7 @@ import pytest
 from offbeat.config import load
 from offbeat.launch.run_folder import RunFolder
 from offbeat.ledger.records import Batch, BatchGroup, Counts, EvalGroup, EvalRound, GroupState, Member
+from offbeat.observability import metrics
 from offbeat.observability.console import PlainConsole
 from offbeat.observability.metrics import Reporter, eval_figures, step_row, summarise
 from offbeat.trainer.step import StepMetrics
@@ -74,6 +75,18 @@ def test_a_row_has_the_figures_of_its_batch():
     }
     assert {name: row[name] for name in expected} == pytest.approx(expected)
     assert not any(name.startswith(("reward/", "part/", "weights_", "lone_")) for name in row)
+
+
+def test_the_first_batchs_reward_is_shown_before_its_step_but_only_in_a_slow_run(reporter, monkeypatch):
+    batch = Batch(0, 0, (group(member(2, 1.0), member(4, 0.0)), group(member(2, 0.5), member(2, 0.5))))
+    reporter.claimed(batch)
+    assert reporter.console.file.getvalue() == ""
+    monkeypatch.setattr(metrics, "FIRST_BATCH_AFTER_S", 0.0)
+    reporter.claimed(batch)
+    assert reporter.console.file.getvalue() == "first batch: 4 answers, reward 0.500; training\n"
+    reporter.step({**row_of(*batch.groups), "failures": 0})
+    reporter.claimed(batch)
+    assert reporter.console.file.getvalue().count("first batch") == 1
 
 
 def test_tokens_that_may_not_be_trained_have_no_staleness():

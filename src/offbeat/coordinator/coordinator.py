@@ -235,9 +235,10 @@ class Coordinator:
         settings: CoordinatorSettings,
         garbage: WeightGarbageCollector | None = None,
         on_report: Callable[[Mapping[str, Any]], None] = lambda row: None,
+        on_claim: Callable[[Batch], None] = lambda batch: None,
     ):
         self.ledger, self.issuer, self.rewards, self.settings = ledger, issuer, rewards, settings
-        self.on_report = on_report
+        self.on_report, self.on_claim = on_report, on_claim
         assert ledger.terms.groups_per_step is not None
         self._groups_per_step: int = ledger.terms.groups_per_step
         self._in_order = ledger.terms.max_staleness == 0
@@ -572,6 +573,7 @@ class Coordinator:
         self._notify_workers()
         if names := self.rewards.scorer.take_unseen():
             self.on_report({"event": "unused_weights", "names": names})
+        self.on_claim(batch)
         return batch
 
     async def _try_claim(self, step: int, generation: int) -> Batch | None:

@@ -90,6 +90,7 @@ async def open_coordinator(
         reporter = Reporter(folder, console, sinks)
         coordinator.only_worker = only_worker
         coordinator.on_report = reporter.report if only_worker else partial(_report_and_trace, reporter)
+        coordinator.on_claim = reporter.claimed
         coordinator.record_spans(folder.trace.record)
         if config.eval.every and not issuer.eval_plan.every:
             console.note("no evaluation: no task has a held-out split")

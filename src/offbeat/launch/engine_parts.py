@@ -18,6 +18,8 @@ from offbeat.launch.gpu_memory import server_share
 from offbeat.model.loading import resolve
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from offbeat.engines.protocol import Engine, EngineDied
 
 
@@ -134,15 +136,16 @@ def check_engine(config: Config, num_workers: int | None) -> None:
         )
 
 
-def make_engine(config: Config, name: str) -> Engine:
-    """Makes the configured engine in this process; it serves nothing before its first weights are loaded."""
+def make_engine(config: Config, name: str, model: PreTrainedModel | None = None) -> Engine:
+    """Makes the configured engine in this process; it serves nothing before its first weights are loaded. An embedded
+    engine takes over `model`; None: it loads a model of its own."""
     assert config.rollout.engine not in SERVED, f"{config.rollout.engine} runs as a server; use engines_of"
     if config.rollout.engine == "paced":
         return _paced(config, name)
     from offbeat.launch import model_parts
 
     model_parts.prepare_torch(config)
-    return model_parts.make_embedded(config, name)
+    return model_parts.make_embedded(config, name, model=model)
 
 
 def _paced(config: Config, name: str) -> Engine:

@@ -8,6 +8,7 @@ last checkpoint.
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
@@ -18,6 +19,7 @@ from offbeat.client.in_process import InProcessTrainer, InProcessWorker
 from offbeat.config.schema import Config
 from offbeat.engines.protocol import KvMode
 from offbeat.errors import OffbeatError
+from offbeat.extras import collecting_later
 from offbeat.files import disk_trouble
 from offbeat.launch import stopping, wiring
 from offbeat.launch.coordinator_runtime import (
@@ -82,20 +84,24 @@ async def _run(folder: RunFolder, given: Given, *, from_scratch: bool) -> dict[s
         checked.announce(folder)
         with loading(f"run {folder.path}: {config.model.path}", is_quiet=is_quiet) as stage, interruptible():
             stage("importing torch")
-            import torch
+            with collecting_later():
+                import torch
 
-            from offbeat.launch import model_parts
-            from offbeat.trainer.checkpoint import Checkpoints
-            from offbeat.trainer.trainer import Trainer
-            from offbeat.weights.publish import Publisher
+                from offbeat.launch import model_parts
+                from offbeat.trainer.checkpoint import Checkpoints
+                from offbeat.trainer.trainer import Trainer
+                from offbeat.weights.publish import Publisher
 
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             model_parts.prepare_torch(config)
             stage("reading the model")
             settings = model_parts.trainer_settings(config)  # first, because it finds the user's own loss
-            policy, reference = model_parts.make_policy(config)
+            model = model_parts.load(config)
+            twin = copy.deepcopy(model) if config.rollout.engine == "embedded" else None  # faster than from disk
+            policy, reference = model_parts.make_policy(config, model)
             adapter = model_parts.make_adapter(config, policy)
-            engine = make_engine(config, WORKER)
+            engine = make_engine(config, WORKER, twin)
+            del twin
         stack.push_async_callback(engine.close)
         runtime = await stack.enter_async_context(
             open_coordinator(folder, checked.mixture, checked.pool, checked.prepared, given.sinks, only_worker=WORKER)

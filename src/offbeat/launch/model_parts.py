@@ -11,6 +11,7 @@ kinds of function.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -84,11 +85,14 @@ NUM_THREADS = torch.get_num_threads()
 """Torch's default number of threads, read before any run of this process changes it."""
 
 
-def make_embedded(config: Config, name: str, version: int | None = None) -> EmbeddedEngine:
-    """Makes an engine in this process with its own copy of the model. It serves the model's weights as version number
-    `version`; if that is None, it serves nothing before its first weights are loaded."""
+def make_embedded(
+    config: Config, name: str, version: int | None = None, model: PreTrainedModel | None = None
+) -> EmbeddedEngine:
+    """Makes an engine in this process. It keeps `model`, which nobody else may use then; None: it loads one. It serves
+    the model's weights as version number `version`; if that is None, it serves nothing before its first weights are
+    loaded."""
     lora = _lora(config) if version is None else None  # a model served unchanged has no adapter
-    model = _load(config, lora)
+    model = model or _load(config, lora)
     context = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     return EmbeddedEngine(
         model,
@@ -99,6 +103,11 @@ def make_embedded(config: Config, name: str, version: int | None = None) -> Embe
         version=version,
         base=None if lora is None else weights_digest(base_tensors(model)),
     )
+
+
+def load(config: Config) -> PreTrainedModel:
+    """Loads the configured model, with LoRA adapters if configured."""
+    return _load(config, _lora(config))
 
 
 def _load(config: Config, lora: Lora | None) -> PreTrainedModel:
@@ -123,9 +132,12 @@ def make_adapter(config: Config, policy: Policy) -> Adapter | None:
     return Adapter(base, describe(policy.model, lora), lambda: base_tensors(policy.model))
 
 
-def make_policy(config: Config) -> tuple[Policy, PreTrainedModel | None]:
-    """Returns the policy to train, and the reference (the frozen initial model), which is None without a KL term."""
-    optimizer, model = config.optimizer, _load(config, _lora(config))
+def make_policy(config: Config, model: PreTrainedModel | None = None) -> tuple[Policy, PreTrainedModel | None]:
+    """Returns the policy to train, and the reference (the frozen initial model), which is None without a KL term. The
+    policy keeps `model`, which nobody else may use then; None: it loads one."""
+    optimizer, model = config.optimizer, model or load(config)
+    needs_copy = bool(config.loss.kl_coef) and not config.model.lora_rank
+    reference = copy.deepcopy(model).requires_grad_(False) if needs_copy else None
     policy = Policy(
         model,
         AdamSettings(
@@ -139,12 +151,10 @@ def make_policy(config: Config) -> tuple[Policy, PreTrainedModel | None]:
         moments_on_host=_fits_without_moments_alone(config, model),
         compiles=not config.run.exact and pick_device(config.model.device).type == "cuda",
     )
-    if config.loss.kl_coef == 0:
-        return policy, None
-    if config.model.lora_rank:
-        return policy, cast(PreTrainedModel, AdapterDisabled(policy.model))  # only ever called like a model
-    reference = _load(config, None).requires_grad_(False)
-    attention.use_packed_attention(reference)
+    if reference is not None:
+        attention.use_packed_attention(reference)
+    elif config.loss.kl_coef:
+        reference = cast(PreTrainedModel, AdapterDisabled(policy.model))  # only ever called like a model
     return policy, reference
 
 

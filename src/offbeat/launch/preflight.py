@@ -20,6 +20,7 @@ from offbeat.config.explain import show
 from offbeat.config.schema import SERVED, Config
 from offbeat.data.mixture import Mixture
 from offbeat.errors import UserError
+from offbeat.extras import collecting_later
 from offbeat.launch import wiring
 from offbeat.launch.coordinator_runtime import Prepared, prepare
 from offbeat.launch.given import Given
@@ -112,9 +113,11 @@ async def checking(config: Config, given: Given | None = None, home: Path | None
         # A log needs no sign of life here: this takes seconds.
         with loading(is_quiet=config.log.console == "quiet" or not sys.stdout.isatty()) as stage:
             stage("trying the rewards")
+            importing = asyncio.create_task(asyncio.to_thread(_import_transformers))  # while a reward process starts
             trials = await wiring.try_rewards(config, mixture, pool)
+            await importing
             stage("reading the tokenizer and the prompts")
-            with interruptible():
+            with interruptible(), collecting_later():
                 num = None if is_hub_name(config.model.path) else num_parameters(config.model.path)
                 prepared = prepare(config, mixture)
         yield Checked(config, mixture, pool, prepared, trials, num)
@@ -125,6 +128,11 @@ async def checking(config: Config, given: Given | None = None, home: Path | None
         raise
     await pool.close()
     Path(name).unlink(missing_ok=True)  # unless the log was moved
+
+
+def _import_transformers() -> None:
+    with collecting_later():
+        import transformers  # noqa: F401
 
 
 async def check_roles(config: Config) -> list[str]:

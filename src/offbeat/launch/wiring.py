@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from offbeat.config.changes import fixed_keys
 from offbeat.config.schema import Config, resolve_loss
@@ -34,6 +34,9 @@ from offbeat.rewards.pool import MIN_COUNT, FailureWatch, RewardInput, RewardPoo
 from offbeat.rules.event_model import EventModelConfig
 from offbeat.trajectory import Sampling, total
 from offbeat.weights.piece_store import PieceStore, open_store
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def make_mixture(

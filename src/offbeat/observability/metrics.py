@@ -72,6 +72,9 @@ ALARMS = {
     "advice": "{text}",
 }
 """Events that a person should act upon, with their texts on the console."""
+FIRST_BATCH_AFTER_S = 3.0
+"""Age of a run from which the reward of its first batch is shown before that batch is trained on; in a faster run, the
+line of the first step follows soon enough."""
 SHOWN_ONCE = ("logprob_gap", "clamped")
 """Kinds of alarms that may come at every step. The console shows only the first of each kind; events.jsonl has all."""
 
@@ -135,6 +138,13 @@ class Reporter:
             self.event(row[EVENT], **{key: value for key, value in row.items() if key != EVENT})
         else:
             self.step(row)
+
+    def claimed(self, batch: Batch) -> None:
+        """Shows the mean reward of a run's first batch as soon as training on it begins, because that may take long."""
+        if not self._is_first or time.monotonic() - self._last_s < FIRST_BATCH_AFTER_S:
+            return
+        rewards = [member.reward for group in batch.groups for member in group.members]
+        self.console.note(f"first batch: {len(rewards)} answers, reward {np.mean(rewards):.3f}; training")
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Writes, shows and sends the row of a step (see `step_row`), with speeds added. `failures` in `row` counts the

@@ -11,11 +11,13 @@ are never repeated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -220,6 +222,21 @@ class KeyValueSlots:
         for made, held in ((key, self.keys), (value, self.values)):
             slots, heads, context, head_dim = self.num_slots, made.shape[1], self.max_context_tokens, made.shape[3]
             if held is self.keys and made.device.type == "cpu":
-                held.append(made.new_zeros((slots, heads, head_dim, context)).transpose(2, 3))
+                held.append(_zeros(made, (slots, heads, head_dim, context)).transpose(2, 3))
             else:
-                held.append(made.new_zeros((slots, heads, context, head_dim)))
+                held.append(_zeros(made, (slots, heads, context, head_dim)))
+
+
+ALIGNED_BYTES = 64
+"""Alignment of torch's own tensors on a CPU; the rounding of a product may depend on it."""
+
+
+def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Returns zeros of the dtype and device of `like`. On a CPU their memory comes from the system page by page, when
+    it is first written; so slots that no request ever uses cost neither time nor memory."""
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    num_bytes = math.prod(shape) * like.element_size()
+    memory = np.zeros(num_bytes + ALIGNED_BYTES, np.uint8)
+    start = -memory.ctypes.data % ALIGNED_BYTES
+    return torch.from_numpy(memory[start : start + num_bytes]).view(like.dtype).view(shape)

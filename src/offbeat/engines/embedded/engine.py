@@ -181,6 +181,7 @@ class EmbeddedEngine:
         ended = EngineDied(f"engine {self.worker} is closed")
         try:
             with torch.inference_mode():
+                self._stepper.record()  # here, because the caller has other things to prepare meanwhile
                 while self._take_commands():
                     self._deliver(self._stepper.step())
                 self._abort(None)

@@ -36,6 +36,7 @@ from offbeat.engines.embedded.decode_forward import (
     recorded,
     recorded_in_parts,
 )
+from offbeat.engines.embedded.few_rows import MIN_ROWS, use_few_rows
 from offbeat.engines.embedded.prefill import Prefill, Wanted, round_up
 from offbeat.engines.embedded.sampling import RowSampling, draw, is_filtered, is_greedy, noise_key, uniform
 from offbeat.engines.embedded.weights import Staged, swap
@@ -104,6 +105,13 @@ class Stepper:
         self._has_started = False
         """Whether requests have started since long rows were last moved to the front."""
         self._count()
+
+    def record(self) -> None:
+        """Records the decode step, if that is possible and allowed (`decode_forward`), to make steps faster. May be
+        called once, before the first request."""
+        if self.usage.has_slots and not self.exact:
+            with usage.without_random(self.model):
+                self._forward = recorded(DecodeForward(self.model), self._decode_inputs())
 
     def submit(self, request: Request) -> None:
         self.waiting.append(request)
@@ -194,14 +202,16 @@ class Stepper:
         if not self.usage.has_slots:
             return Recomputed(self.model, self.usage.picks_logits and not self.exact)
         self.prefill.compute([Wanted(0, np.zeros(1, np.int64), is_shared=False)])  # allocates the KV
-        forward = DecodeForward(self.model)
-        return forward if self.exact else recorded(forward, self._decode_inputs())
+        if not self.exact:
+            use_few_rows(self.model)
+        return DecodeForward(self.model)
 
     def _check(self) -> None:
         """Raises a `UserError` if this engine's logits differ from those of the model's own code. Tries one row of a
-        few tokens and, with more than one slot, a row of one token beside it."""
+        few tokens and, with more than one slot, rows of one token beside it: as many as make other products."""
         tokens = np.array(usage.probe_tokens(self.model, 7))
-        prompts = [tokens[:6][: self.max_context_tokens - 1], tokens[6:]][: self.num_slots]
+        own_prompts = [tokens[:6][: self.max_context_tokens - 1], tokens[6:]][: self.num_slots]
+        prompts = [own_prompts[0], *[own_prompts[-1]] * (min(self.num_slots, MIN_ROWS) - 1)]
         slots, num_rows = range(len(prompts)), len(prompts)
         requests = [Request(str(slot), prompts[slot], slot, Sampling(max_new_tokens=1)) for slot in slots]
         self.rows.tokens[:num_rows] = int(tokens[0])  # in a real run, tokens of earlier requests follow the row's own
@@ -210,7 +220,8 @@ class Stepper:
             self.prefill.compute([Wanted(0, prompts[0][:-1], is_shared=False)])
         found = self._next_logits(num_rows, [(num_rows, READ_BUCKET_TOKENS)])
         self.rows.clear(slots, [0] * num_rows)
-        own = [usage.own_logits(self.model, self.rows.index(prompt.tolist())[None])[0, -1] for prompt in prompts]
+        own = [usage.own_logits(self.model, self.rows.index(prompt.tolist())[None])[0, -1] for prompt in own_prompts]
+        own += own[-1:] * (num_rows - len(own))
         gap, allowed = usage.distance(found, torch.stack(own)), usage.max_distance(self.model)
         if gap is not None and not gap <= allowed:
             raise UserError(
