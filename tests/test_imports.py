@@ -13,7 +13,7 @@ TORCH = {"torch", "transformers", "safetensors.torch", "peft", "accelerate"}
 HTTP = {"http", "urllib", "aiohttp", "httpx", "requests", "fastapi", "uvicorn", "starlette", "socketserver"}
 SQL = {"sqlite3"}
 
-BASE = {"errors", "extras", "files", "locate", "net", "spelling", "testing.crash_points", "waiting"}
+BASE = {"errors", "extras", "files", "host_memory", "locate", "net", "spelling", "testing.crash_points", "waiting"}
 """Small things of the standard library alone, which everyone may use."""
 
 MAY_NOT_IMPORT = {

@@ -85,7 +85,7 @@ def test_a_failed_write_leaves_the_earlier_checkpoint_and_says_so(tmp_path, monk
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("offbeat.trainer.checkpoint.save_file", full)
+    monkeypatch.setattr("offbeat.trainer.checkpoint.write_at", full)
     with pytest.raises(OffbeatError, match=r"step 2 .*No space left.*step 1 is intact"):
         checkpoints.save(2, 2, policy.state())
     assert checkpoints.steps() == [1]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from learning_models import tiny_model
+from training_scenes import GOOD, SETTINGS, Handing, Waiting, batch, make_trainer
 
 from offbeat.errors import UserError
 from offbeat.ledger.records import Batch, BatchGroup, Member, Reconciled
@@ -20,35 +21,9 @@ from offbeat.trainer.losses import clip
 from offbeat.trainer.packing import Sample, pack
 from offbeat.trainer.policy import AdamSettings, Policy
 from offbeat.trainer.step import StepSettings
-from offbeat.trainer.trainer import MAX_CLAMPED_SHARE, Trainer, TrainerSettings
+from offbeat.trainer.trainer import MAX_CLAMPED_SHARE, Trainer
 from offbeat.trajectory import End, Reward, Segment, Trajectory
 from offbeat.weights.publish import Publisher
-
-SETTINGS = TrainerSettings(
-    num_steps=9,
-    step=StepSettings(),
-    learning_rate=lambda step: 1e-3,
-    checkpoint_every=0,
-    claim_within_s=60.0,
-    max_logprob_gap=1.0,
-)
-
-
-class Waiting:
-    """A coordinator that never has a batch."""
-
-    async def next_version(self):
-        return 0
-
-    async def publish(self, version): ...
-
-    async def reconcile(self, step, version, *, home, from_scratch):
-        return Reconciled(step, None, False)
-
-    async def checkpointed(self, step): ...
-
-    async def claim(self, step, within_s):
-        await asyncio.sleep(within_s)
 
 
 class SlowDisk(Checkpoints):
@@ -66,23 +41,6 @@ class Listening(Waiting):
     async def reconcile(self, step, version, *, home, from_scratch):
         self.heard.append((step, version, home, from_scratch))
         return Reconciled(step, None, False)
-
-
-async def ignore(report): ...
-
-
-def make_trainer(folder, client, told=None, settings=SETTINGS):
-    return Trainer(
-        client,
-        Policy(tiny_model("llama"), AdamSettings()),
-        Publisher(folder / "weights"),
-        Checkpoints(folder / "checkpoints"),
-        settings,
-        reference=None,
-        span=lambda name: contextlib.nullcontext(),
-        event=lambda name, **_: None if told is None else told.append(name),
-        on_step=ignore,
-    )
 
 
 def test_a_trainer_is_known_by_the_place_of_its_checkpoints(tmp_path):
@@ -123,40 +81,6 @@ def test_being_cancelled_again_while_saving_does_not_stop_the_checkpoint(tmp_pat
     assert Checkpoints(tmp_path / "checkpoints").steps() == [0]
 
 
-class Handing(Waiting):
-    """A coordinator with one batch for each step."""
-
-    def __init__(self, *batches):
-        self.batches, self.num_versions = batches, 0
-        self.committed = None
-
-    async def next_version(self):
-        self.num_versions += 1
-        return self.num_versions
-
-    async def claim(self, step, within_s):
-        return self.batches[step]
-
-    async def commit(self, step, version, audited=(), compared=()):
-        self.committed = step
-
-
-def batch(step, *groups):
-    """A batch of groups of answers, each given as its tokens."""
-    made = []
-    for i, answers in enumerate(groups):
-        members = []
-        for j, tokens in enumerate(answers):
-            trajectory = Trajectory(10 * i + j, np.arange(1, 4), max_new_tokens=9)
-            logprobs = np.full(len(tokens), -3.0, np.float32)
-            trajectory.append(Segment(0, np.array(tokens), logprobs=logprobs, version=0, kv_version=0), End.STOP)
-            fresh = np.zeros(len(tokens), np.int32)
-            members.append(Member(10 * i + j, j, trajectory, (Reward(float(j)),), float(j), fresh))
-        made.append(BatchGroup(i, i, "sums", tuple(members)))
-    return Batch(step, 0, tuple(made))
-
-
-GOOD = ([4, 5, 6], [7, 8])
 BEYOND_THE_VOCABULARY = ([4, 5, 6], [7, 1000])
 
 

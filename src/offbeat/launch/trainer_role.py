@@ -6,6 +6,7 @@ two share neither a disk nor a store. When asked to stop, it finishes the curren
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -89,11 +90,13 @@ class _Client(RemoteTrainer):
     def __init__(self, connection: Connection, *, shares_disk: bool, store: PieceStore | None, signer: str):
         super().__init__(connection, shares_disk=shares_disk, store=store, signer=signer)
         self.events: list[dict[str, Any]] = []
+        self._sending = asyncio.Lock()
 
     async def send_events(self) -> None:
-        while self.events:
-            await self.report(self.events[0])
-            del self.events[0]
+        async with self._sending:  # a checkpoint may be reported while a step is
+            while self.events:
+                await self.report(self.events[0])
+                del self.events[0]
 
     async def checkpointed(self, step: int) -> None:
         await self.send_events()

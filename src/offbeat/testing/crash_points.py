@@ -28,6 +28,8 @@ POINTS: dict[str, tuple[str, ...]] = {
         "batch-claimed",
         "version-written",  # on disk, not yet committed
         "version-committed",  # metrics of the step not yet reported
+        "snapshot-taken",  # of a checkpoint, in memory only
+        "checkpoint-drafted",  # on disk under a name that no resume reads
         "checkpoint-saved",  # not yet reported
     ),
     "worker": (

@@ -5,25 +5,29 @@ kind of adapter is refused.
 
 A checkpoint is a folder with the trainer's tensors and a manifest. It is written as a draft, flushed and renamed, so it
 is whole or absent, and an earlier checkpoint stays until a later one is on disk. The manifest holds the files' digests.
-A damaged file raises an error that names the file.
+A damaged file raises an error that names the file. Tensors on a GPU are brought to the host one at a time.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from blake3 import blake3
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from offbeat.errors import DiskError, OffbeatError, UserError
 from offbeat.files import fsync_file, remedy, replace_folder, write_atomic
+from offbeat.testing.crash_points import crash_here
+from offbeat.weights.encoding import dtype_name
+from offbeat.weights.safetensor_file import lay_out, write_at
 from offbeat.weights.version import Adapter
 
 MANIFEST = "manifest.json"
@@ -55,24 +59,24 @@ class Checkpoints:
         self._adapter = None if adapter is None else {"base": adapter.base, "config": adapter.config}
         folder.mkdir(parents=True, exist_ok=True)
 
-    def save(self, step: int, version: int, state: dict[str, Tensor], *, keeps_all: bool = False) -> Path:
+    def save(self, step: int, version: int, state: Mapping[str, Tensor], *, keeps_all: bool = False) -> Path:
         """Writes a checkpoint and returns its folder. Then deletes all but the latest `self.keep` checkpoints, or none
-        with `keeps_all`. If the disk is full, the draft is removed and earlier checkpoints stay intact."""
+        with `keeps_all`. If the disk is full, the draft is removed and earlier checkpoints stay intact. The random
+        states are those in `state`, as `random_states` returns them, or else the present ones."""
         final = self.folder / f"{step:08d}"
         draft = final.with_name(f".{final.name}.draft")
         try:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir()
             name = "rank0.safetensors"
-            tensors = {key: value.detach().cpu().contiguous() for key, value in state.items()}
-            save_file({**tensors, **_random_states()}, draft / name)
-            fsync_file(draft / name)
-            manifest = CheckpointManifest(FORMAT, step, version, {name: _digest(draft / name)}, self._adapter)
+            digest = _write_tensors(draft / name, {**random_states(), **state})
+            manifest = CheckpointManifest(FORMAT, step, version, {name: digest}, self._adapter)
             (draft / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
             fsync_file(draft / MANIFEST)
+            crash_here("checkpoint-drafted")
             shutil.rmtree(final, ignore_errors=True)
             replace_folder(draft, final)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             shutil.rmtree(draft, ignore_errors=True)
             raise DiskError(self._cannot_write(step, error)) from error
         if not keeps_all:
@@ -133,7 +137,22 @@ class Checkpoints:
             shutil.rmtree(self.folder / f"{step:08d}", ignore_errors=True)
 
 
-def _random_states() -> dict[str, Tensor]:
+def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Writes a safetensors file, makes it durable, and returns its digest."""
+    sizes = ((key, dtype_name(key, value), list(value.shape), value.nbytes) for key, value in tensors.items())
+    head, places = lay_out(sizes)
+    digest = blake3(head, max_threads=blake3.AUTO)
+    with open(file, "wb", buffering=0) as out:
+        write_at(out, 0, head)
+        for key, place in places.items():  # in the order of the file
+            data = tensors[key].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            write_at(out, place.start, data)
+            digest.update(data.data)
+        os.fsync(out.fileno())
+    return digest.hexdigest()
+
+
+def random_states() -> dict[str, Tensor]:
     """Returns the random states of the CPU and of every CUDA device by name; a user's loss may use any of them."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return {f"{RNG}cpu": torch.get_rng_state(), **{f"{RNG}cuda.{i}": state for i, state in enumerate(cuda)}}

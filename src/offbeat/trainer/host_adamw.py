@@ -85,12 +85,12 @@ class HostAdamW(torch.optim.AdamW):
         return state
 
 
-def pinned_zeros(like: Tensor) -> Tensor:
+def pinned_zeros(like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Returns zeros of the shape of `like` in host memory that a GPU can read at full speed. torch's own pinned memory
     rounds each size up to a power of two, which would take twice the memory."""
-    zeros = torch.zeros(like.shape, dtype=torch.float32)
+    zeros = torch.zeros(like.shape, dtype=dtype)
     if (error := torch.cuda.cudart().cudaHostRegister(zeros.data_ptr(), zeros.nbytes, 0)).value:
-        raise MemoryError(f"{zeros.nbytes / 1e9:.1f} GB of host memory for AdamW's moments cannot be pinned: {error}")
+        raise MemoryError(f"{zeros.nbytes / 1e9:.1f} GB of host memory cannot be pinned: {error}")
     # The address may be used again, and CUDA refuses copies from memory that is half registered.
     weakref.finalize(zeros, _unpin, zeros.data_ptr()).atexit = False
     return zeros

@@ -4,6 +4,11 @@
 makes it known, and a checkpoint holds only state that the ledger does not have. So after a kill at any moment, a
 restart claims the same batch for the same step. A step that meets NaN or infinity, or fails otherwise, ends the run; if
 the step has made no update yet, a checkpoint saves the state before the step.
+
+Checkpoints are written from a snapshot while the next step is made. So is a version, if the next batch is there already
+when a step ends; otherwise workers wait for the version, and nothing could overlap. At most one of each is being
+written. The ledger sees the same calls in the same order as without overlap: a batch is claimed after the commit of the
+step before last, versions are committed one after the other, and a checkpoint is begun after the commit of its version.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from offbeat.client.protocol import TrainerClient
@@ -24,11 +30,12 @@ from offbeat.ledger.records import Batch, ComparedSegment
 from offbeat.model.lora import published_tensors
 from offbeat.testing.crash_points import crash_here
 from offbeat.trainer.audit import Witnesses
-from offbeat.trainer.checkpoint import Checkpoints
+from offbeat.trainer.checkpoint import Checkpoints, random_states
 from offbeat.trainer.microbatch_size import MicrobatchSize
 from offbeat.trainer.not_finite import FailedStep, NotFinite
 from offbeat.trainer.packing import samples_of
 from offbeat.trainer.policy import Policy
+from offbeat.trainer.snapshot import Snapshot
 from offbeat.trainer.step import StepMetrics, StepSettings, train_step
 from offbeat.weights.publish import Publisher, PublishFigures
 from offbeat.weights.version import Version
@@ -66,7 +73,37 @@ class StepReport:
     metrics: StepMetrics
     lr: float
     weights: PublishFigures | None = None
-    """Bytes and seconds that publishing the new version took; None: unknown."""
+    """Bytes and seconds that publishing the newest version took: that of this step or, while that is still being
+    written, the one before; None: unknown."""
+
+
+class Behind:
+    """Work that goes on behind the next step, one piece at a time. An error of it ends the run: every later call of
+    `end` raises it."""
+
+    def __init__(self, span: Callable[[], AbstractContextManager[object]]):
+        """`span` measures a piece of work."""
+        self.failed = asyncio.Event()
+        self._span = span
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self, work: Coroutine[Any, Any, None]) -> None:
+        assert self._task is None or self._task.done(), "this is a bug: the work before was not waited for"
+        self._task = asyncio.create_task(self._do(work))
+
+    async def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            with self._span():
+                await work
+        except BaseException:
+            self.failed.set()
+            raise
+
+    async def end(self) -> None:
+        """Waits until the work is done. Cancelling this call does not stop the work."""
+        if self._task is not None:
+            await asyncio.wait({self._task})
+            self._task.result()
 
 
 class Trainer:
@@ -97,6 +134,9 @@ class Trainer:
         if settings.num_witnesses:
             self._witnesses = Witnesses(weights.folder / "witnesses", settings.num_witnesses)
         self._next_claim: asyncio.Future[Batch] | None = None
+        self._saving = Behind(lambda: span("checkpoint_behind"))
+        self._publishing = Behind(lambda: span("publish_behind"))
+        self._state, self._published = Snapshot("a checkpoint"), Snapshot("a version")
 
     async def start(self, *, from_scratch: bool = False) -> int:
         """Takes over the run from the latest checkpoint, or from the initial model if there is none, and publishes
@@ -117,7 +157,7 @@ class Trainer:
         home = self.checkpoints.identity()
         reconciled = await self.client.reconcile(self.step, held_version, home=home, from_scratch=from_scratch)
         crash_here("reconciled")
-        self.version = await self._write_version(self.step, reconciled.parent)
+        self.version = await self._write_version(self.step, reconciled.parent, published_tensors(self.policy.model))
         await self.client.publish(self.version)
         if self.saved_step is not None:
             await self.client.checkpointed(self.saved_step)
@@ -136,10 +176,22 @@ class Trainer:
         """Trains until the last step or until `stop` is set; ends with a checkpoint either way."""
         try:
             await self._train(stop)
+        except BaseException as error:
+            await self._let_finish(error)
+            raise
         finally:
             if self._next_claim is not None:
                 await _discard(self._next_claim)
         await self.save()
+
+    async def _let_finish(self, error: BaseException) -> None:
+        """Waits for what is being written when the run ends with `error`, and logs its own errors."""
+        for work in (self._publishing, self._saving):
+            try:
+                await work.end()
+            except OffbeatError as problem:
+                if problem is not error:
+                    log.warning("%s", problem)
 
     async def _train(self, stop: asyncio.Event) -> None:
         while self.step < self.settings.num_steps:
@@ -152,11 +204,15 @@ class Trainer:
             report = await self._finish(self._make_step(batch), stop)
             async with self._between_steps(stop):
                 await self.on_step(report)  # before the checkpoint, since the steps before one are not repeated
-            if self.settings.checkpoint_every and self.step % self.settings.checkpoint_every == 0:
-                await self.save()
+            if self._is_checkpoint_due() and self.step < self.settings.num_steps:
+                await self.save(behind=True)
+
+    def _is_checkpoint_due(self) -> bool:
+        return self.settings.checkpoint_every > 0 and self.step % self.settings.checkpoint_every == 0
 
     async def _make_step(self, batch: Batch) -> StepReport:
-        """Trains on a batch, publishes the new version, and commits the step at the coordinator; returns its report."""
+        """Trains on a batch, publishes the new version, and commits the step at the coordinator; returns its report.
+        If the next batch is there already, only begins to publish."""
         assert self.version is not None
         lr, num_updates = self.settings.learning_rate(self.step), self.policy.num_updates
         with self.span("train"):
@@ -179,15 +235,31 @@ class Trainer:
                 raise
         self._watch(metrics)
         with self.span("publish"):
-            version = await self._write_version(self.step + 1, self.version.number)
-            crash_here("version-written")
-            tasks = [member.task for group in batch.groups for member in group.members]
-            compared = [ComparedSegment(tasks[i], *segment) for i, *segment in metrics.compared]
-            await self.client.commit(self.step, version, [tasks[i] for i in metrics.left_out], compared)
-            crash_here("version-committed")
-            self.version = version
-        self.step += 1
-        return StepReport(self.step - 1, batch, metrics, lr, self.weights.figures)
+            await self._publishing.end()
+            self.step += 1
+            weights, copied = published_tensors(self.policy.model), None
+            if self._is_next_batch_here() and not self._is_checkpoint_due():  # a checkpoint has to name its version
+                copied = await asyncio.to_thread(self._published.take, weights)
+            if copied is None:
+                await self._publish(batch, metrics, weights)
+            else:
+                self._publishing.begin(self._publish(batch, metrics, copied))
+        return StepReport(batch.step, batch, metrics, lr, self.weights.figures)
+
+    def _is_next_batch_here(self) -> bool:
+        claim = self._next_claim
+        return claim is not None and claim.done() and not claim.cancelled() and claim.exception() is None
+
+    async def _publish(self, batch: Batch, metrics: StepMetrics, weights: Mapping[str, Tensor]) -> None:
+        """Writes the version that training on `batch` has led to, and commits the step."""
+        assert self.version is not None
+        version = await self._write_version(batch.step + 1, self.version.number, weights)
+        crash_here("version-written")
+        tasks = [member.task for group in batch.groups for member in group.members]
+        compared = [ComparedSegment(tasks[i], *segment) for i, *segment in metrics.compared]
+        await self.client.commit(batch.step, version, [tasks[i] for i in metrics.left_out], compared)
+        crash_here("version-committed")
+        self.version = version
 
     async def _finish(self, step: Coroutine[Any, Any, StepReport], stop: asyncio.Event) -> StepReport:
         """Awaits `step`, a call of `_make_step`. If another part of the run fails meanwhile, the step is still finished
@@ -206,20 +278,33 @@ class Trainer:
                 await self._save_undisturbed()
             raise
 
-    async def save(self, *, keeps_all: bool = False) -> None:
-        if self.saved_step == self.step:
-            return
-        assert self.version is not None
+    async def save(self, *, behind: bool = False, keeps_all: bool = False) -> None:
+        """Saves a checkpoint, unless there is one of this step. With `behind`, returns as soon as the state is copied,
+        if the host's memory suffices for a copy."""
         with self.span("checkpoint"):
-            await asyncio.to_thread(
-                self.checkpoints.save, self.step, self.version.number, self.policy.state(), keeps_all=keeps_all
-            )
+            await self._publishing.end()
+            await self._saving.end()
+            if self.saved_step == self.step:
+                return
+            assert self.version is not None
+            assert self.version.step == self.step, "this is a bug: the weights to save are not published"
+            state = {**self.policy.state(), **random_states()}
+            copied = await asyncio.to_thread(self._state.take, state)
+            crash_here("snapshot-taken")
+            writing = self._write_checkpoint(self.version, state if copied is None else copied, keeps_all=keeps_all)
+            if behind and copied is not None:
+                self._saving.begin(writing)
+            else:
+                await writing
+
+    async def _write_checkpoint(self, version: Version, state: Mapping[str, Tensor], *, keeps_all: bool) -> None:
+        await asyncio.to_thread(self.checkpoints.save, version.step, version.number, state, keeps_all=keeps_all)
         crash_here("checkpoint-saved")
-        self.saved_step = self.step
-        self.event("checkpoint", step=self.step, version=self.version.number)
+        self.saved_step = version.step
+        self.event("checkpoint", step=version.step, version=version.number)
         with suppress(TimeoutError):  # reported again at the next start
             async with asyncio.timeout(REPORT_WITHIN_S):
-                await self.client.checkpointed(self.step)
+                await self.client.checkpointed(version.step)
 
     async def _stop_for(self, error: NotFinite, batch: Batch, lr: float) -> RunStopped:
         """Handles NaN or infinity: dumps the batch, saves the state before the step, and returns the error that ends
@@ -228,6 +313,7 @@ class Trainer:
         If the step has already made an update, the policy is between two steps and no checkpoint is saved. If the dump
         or the checkpoint fails too, as on a full disk, the run still stops with `error` as its reason.
         """
+        await self._publishing.end()
         assert self.version is not None
         failed = FailedStep(self.step, error, batch, self.version, lr, dict(self.settings.config))
         await asyncio.to_thread(failed.dump, self.checkpoints.folder.parent / "broken")
@@ -263,30 +349,34 @@ class Trainer:
                 await asyncio.shield(saving)
 
     async def _claim_unless(self, stop: asyncio.Event) -> Batch | None:
-        """Waits for the next step's batch and returns it; None if `stop` is set first."""
-        if stop.is_set():
+        """Waits for the next step's batch and returns it; None if `stop` is set or a checkpoint fails first."""
+        ending = (stop, self._saving.failed)
+        if any(event.is_set() for event in ending):
             return None
         claim, self._next_claim = self._next_claim, None
         if claim is None or (claim.done() and isinstance(claim.exception(), DeadlineError)):
             claim = self._claim(self.step)  # a claim made ahead may have spent its deadline during training
-        stopped: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
-        waited: set[asyncio.Future[Any]] = {claim, stopped}
+        ended: list[asyncio.Future[Any]] = [asyncio.ensure_future(event.wait()) for event in ending]
         try:
-            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([claim, *ended], return_when=asyncio.FIRST_COMPLETED)
             batch = claim.result() if claim.done() else None
         finally:
-            stopped.cancel()
+            for waiting in ended:
+                waiting.cancel()
             await _discard(claim)
         if batch is not None and self.settings.claim_ahead and self.step + 1 < self.settings.num_steps:
             self._next_claim = self._claim(self.step + 1)
         return batch
 
     def _claim(self, step: int) -> asyncio.Future[Batch]:
-        return asyncio.ensure_future(self.client.claim(step, self.settings.claim_within_s))
+        async def claim() -> Batch:
+            await self._publishing.end()  # the ledger refuses a claim that is two steps ahead of its versions
+            return await self.client.claim(step, self.settings.claim_within_s)
 
-    async def _write_version(self, step: int, parent: int | None) -> Version:
+        return asyncio.ensure_future(claim())
+
+    async def _write_version(self, step: int, parent: int | None, tensors: Mapping[str, Tensor]) -> Version:
         number = await self.client.next_version()
-        tensors = published_tensors(self.policy.model)
         version = await asyncio.to_thread(self.weights.write, number, step, parent, tensors)
         if self._witnesses is not None:
             await asyncio.to_thread(self._witnesses.add, version)

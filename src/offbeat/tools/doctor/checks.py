@@ -32,9 +32,9 @@ from offbeat.config import Config, resolved
 from offbeat.config.schema import SERVED, FileTask
 from offbeat.config.summary import size
 from offbeat.errors import OffbeatError, UserError
+from offbeat.host_memory import host_memory
 from offbeat.launch.model_size import num_parameters
 from offbeat.model.loading import WINDOW_KEYS, cached_folder, is_hub_name, resolve
-from offbeat.tools.doctor.probes import machine_memory
 from offbeat.tools.doctor.report import DoctorReport, Finding, Level, judged
 
 OLDEST = {"vllm": (0, 26), "sglang": (0, 5)}
@@ -159,7 +159,7 @@ def check_machine() -> Iterator[Finding]:
     yield Finding("platform", f"{platform.system()} {platform.release()} {platform.machine()}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Finding("cpu", f"{platform.processor() or platform.machine()}, {cores} cores")
-    free, total = machine_memory()
+    free, total = host_memory()
     yield Finding("memory", f"{size(free)} free of {size(total)}")
 
 

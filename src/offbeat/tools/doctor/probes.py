@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import shutil
 import statistics
 import sys
@@ -26,6 +25,7 @@ from offbeat.config.schema import SERVED
 from offbeat.config.summary import disk_bytes, size
 from offbeat.errors import OffbeatError, UserError
 from offbeat.extras import hidden
+from offbeat.host_memory import host_memory
 from offbeat.launch.gpu_memory import server_share, training_bytes
 from offbeat.tools.doctor.report import Finding, Level, judged
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from offbeat.engines.http_calls import Server
 
 DRIVERS = {"CUDA": Path("/proc/driver/nvidia/version"), "ROCm": Path("/dev/kfd")}
-CGROUP = Path("/sys/fs/cgroup")
 SIDE = 64
 SLOW_FSYNC_S = 0.05
 """Flush time above which a disk counts as slow: every submission waits for a flush."""
@@ -70,7 +69,7 @@ def check_torch(config: Config, url: str, parameters: int) -> Iterator[Finding]:
         text = f"engine.tensor_parallel = {config.engine.tensor_parallel}, and there are {num_gpus} GPUs here"
         yield Finding("engine", text, Level.STOPS, f"--engine.tensor-parallel {max(num_gpus, 1)}")
     if picked and parameters:
-        memory = memory_bytes(torch.device(picked)) or machine_memory()
+        memory = memory_bytes(torch.device(picked)) or host_memory()
         yield check_memory(config, parameters, picked, *memory, starts_server=starts_server)
 
 
@@ -115,21 +114,6 @@ def check_memory(
     remedy = "a smaller model, a larger device" + ("" if config.model.lora_rank else ", or --model.lora-rank 16")
     level = Level.STOPS if needed > total else Level.WARNS
     return judged("training", text, bad=needed > free, remedy=remedy, level=level)
-
-
-def machine_memory() -> tuple[int, int]:
-    """Returns free and total memory of this machine, or of its container if that has a lower limit."""
-    values = dict(re.findall(r"^(\w+):\s+(\d+) kB$", _read_text(Path("/proc/meminfo")), re.MULTILINE))
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    free = int(values["MemAvailable"]) * 1024 if "MemAvailable" in values else total
-    limit, used = _read_text(CGROUP / "memory.max"), _read_text(CGROUP / "memory.current")
-    if limit.isdigit() and used.isdigit() and int(limit) < total:
-        total, free = int(limit), min(free, max(0, int(limit) - int(used)))
-    return free, total
-
-
-def _read_text(file: Path) -> str:
-    return file.read_text().strip() if file.is_file() else ""
 
 
 def check_run(config: Config, url: str, parameters: int) -> Iterator[Finding]:

@@ -1,0 +1,26 @@
+"""Memory of this machine, or of its container."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def host_memory() -> tuple[int, int]:
+    """Returns free and total memory in bytes, of this machine or of its container if that has a lower limit."""
+    values = dict(re.findall(r"^(\w+):\s+(\d+) kB$", _read_text(Path("/proc/meminfo")), re.MULTILINE))
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = int(values["MemAvailable"]) * 1024 if "MemAvailable" in values else total
+    limit, used = _read_text(CGROUP / "memory.max"), _read_text(CGROUP / "memory.current")
+    if limit.isdigit() and used.isdigit() and int(limit) < total:
+        cached = re.search(r"^inactive_file (\d+)$", _read_text(CGROUP / "memory.stat"), re.MULTILINE)
+        needed = int(used) - (int(cached[1]) if cached else 0)  # files that were read or written count as used
+        total, free = int(limit), min(free, max(0, int(limit) - needed))
+    return free, total
+
+
+def _read_text(file: Path) -> str:
+    return file.read_text().strip() if file.is_file() else ""

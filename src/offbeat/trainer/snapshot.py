@@ -1,0 +1,70 @@
+"""Snapshots of the trainer's tensors in host memory, which are written to the disk while the next step changes the
+tensors themselves.
+
+The memory is taken at the first snapshot and used again for all others: on an H200, copying 18 GB takes 15 s into new
+memory, 1.2 s into memory used before, and 0.3 s if that is pinned. So a snapshot is valid until the next one is taken.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from offbeat.host_memory import host_memory
+from offbeat.trainer.host_adamw import pinned_zeros
+
+log = logging.getLogger(__name__)
+
+SAFE_SHARE = 0.8
+"""Share of the free host memory that a snapshot may take; the rest is for what other processes take later."""
+MIN_PINNED_BYTES = 1 << 20
+"""Size of a tensor from which pinning pays. Memory is pinned by whole pages, which small tensors share."""
+
+
+class Snapshot:
+    """Host memory for a copy of some tensors. `name` says of what, for people."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self._held: dict[str, Tensor] = {}
+        self._has_warned = False
+
+    @torch.no_grad()
+    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """Returns copies of `tensors`, which the next call overwrites. Returns None, and says so once, if the host's
+        memory is too small for them."""
+        missing = [name for name in tensors if name not in self._held]
+        num_bytes = sum(tensors[name].nbytes for name in missing)
+        if missing and not fits(num_bytes, host_memory()[0]):
+            if not self._has_warned:
+                log.warning(
+                    "training waits while %s is written: a copy of %.1f GB does not fit into the free host memory",
+                    self.name,
+                    num_bytes / 1e9,
+                )
+            self._has_warned = True
+            return None
+        for name in missing:
+            self._held[name] = _host_memory_for(tensors[name])
+        for name, tensor in tensors.items():
+            self._held[name].copy_(tensor, non_blocking=tensor.is_cuda)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return {name: self._held[name] for name in tensors}
+
+
+def fits(num_bytes: int, num_free_bytes: int) -> bool:
+    """Whether a snapshot of `num_bytes` leaves enough of the free host memory to others."""
+    return num_bytes <= SAFE_SHARE * num_free_bytes
+
+
+def _host_memory_for(tensor: Tensor) -> Tensor:
+    if tensor.is_cuda and tensor.nbytes >= MIN_PINNED_BYTES:
+        try:
+            return pinned_zeros(tensor, tensor.dtype)
+        except MemoryError as error:  # a limit on locked memory: copying is slower then
+            log.info("the copy is not pinned: %s", error)
+    return torch.zeros(tensor.shape, dtype=tensor.dtype)
