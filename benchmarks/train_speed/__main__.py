@@ -150,7 +150,7 @@ def trl_rounds(python: Path, shape: Shape, samples: Sequence[Sample], cap: int) 
         {"prompt": one.prompt.tolist(), "response": one.response.tolist(), "reward": one.reward} for one in samples
     ]
     found: dict[str, Measured | None] = {}
-    for num_samples, checkpointing, compiles in ((8, False, False), (4, False, False), (16, True, False)):
+    for num_samples, checkpointing, compiles in ((4, False, False), (8, True, False), (8, False, False)):
         name = f"TRL, {num_samples} answers{', checkpointing' * checkpointing}{', compiled' * compiles}"
         with report.scratch("train_speed") as folder:
             spec = {"config": shape.config(), "answers": answers, "scratch": str(folder), "steps": STEPS + 1}

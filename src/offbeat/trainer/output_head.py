@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from offbeat.model.usage import own_logits
 
-CHUNK_BYTES = 2**30
+CHUNK_BYTES = 1_250_000_000
 """Memory for a chunk's logits and the tensors computed from them. Each chunk reads and writes the whole gradient of the
 output layer, so small chunks are slow."""
 FUSED_BYTES, PLAIN_BYTES = 4, 8
@@ -111,6 +111,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             part = slice(start, start + head.chunk_tokens)
             logits = linear(hidden.index_select(0, rows[part]), head.layer.weight, head.layer.bias)
             logprobs[part], sums[part] = measure(logits, targets[part], temperature, head.scale, head.softcap)
+            del logits  # before the next chunk's are made
         ctx.save_for_backward(hidden, rows, targets, sums)
         ctx.temperature, ctx.head = temperature, head
         return logprobs
@@ -132,6 +133,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 _add_product(_gradient(owner), wrong.t(), chosen)
             if bias is not None and (owner := head.gradient_of(bias)) is not None:
                 _gradient(owner).add_(wrong.float().sum(0))
+            del logits, wrong  # before the next chunk's are made
         return back.to(hidden.dtype), None, None, None, None
 
 
