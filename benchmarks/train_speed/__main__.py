@@ -187,7 +187,7 @@ def bars_of(
 ) -> dict[str, report.Bar | report.Unmeasured]:
     small_s, ours_s = seconds_of(found, "ours", MEMORY_TARGET_GIB), seconds_of(found, "ours")
     plain_s, trl_s = seconds_of(found, "varlen"), [one.step_s for one in trl.values() if one]
-    saving = [results for way, results in found.items() if way.kind == "ours" and way.checkpointing]
+    saving = [results for way, results in found.items() if way.kind == "ours" and way.checkpointing is True]
     peaks = [one.peak_gib for results in saving for one in results if one and one.peak_gib]
     asked = {
         "answer tokens/s within 60 GiB": (TOKENS_TARGET, [num_tokens / s for s in small_s]),
