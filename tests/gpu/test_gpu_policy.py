@@ -14,6 +14,7 @@ from offbeat.trainer.checkpoint import Checkpoints
 from offbeat.trainer.microbatch_size import MicrobatchSize, measured
 from offbeat.trainer.packing import pack
 from offbeat.trainer.policy import AdamSettings, Policy
+from offbeat.trainer.snapshot import Snapshot
 from offbeat.trainer.step import StepSettings, train_step
 
 pytestmark = pytest.mark.gpu
@@ -188,3 +189,16 @@ def test_a_measured_micro_batch_fits():
     before = torch.cuda.memory_allocated()
     train_step(policy, samples, StepSettings(tokens_per_microbatch=tokens), lr=0.0)
     assert torch.cuda.max_memory_allocated() - before <= 600_000_000
+
+
+def test_a_snapshot_holds_the_bits_of_tensors_that_change_right_after():
+    tensors = {"large": torch.randn(3, 700_000, device="cuda"), "small": torch.ones(3, device="cuda")}
+    tensors["half"] = tensors["large"].bfloat16()
+    before, kept = {name: tensor.cpu() for name, tensor in tensors.items()}, Snapshot("a test")
+    for _ in range(2):  # into new memory, and into memory used before
+        taken = kept.take(tensors)
+        for name, tensor in tensors.items():
+            tensor.add_(1)
+            assert torch.equal(taken[name], before[name])
+            tensor.copy_(before[name])
+    assert taken["half"].is_pinned()

@@ -1,6 +1,5 @@
 import logging
 
-import pytest
 import torch
 
 from offbeat.trainer import snapshot
@@ -46,12 +45,3 @@ def test_without_room_there_is_no_snapshot_and_one_warning(monkeypatch, caplog):
 def test_a_snapshot_leaves_a_part_of_the_free_memory_to_others():
     assert fits(int(100 * SAFE_SHARE), 100)
     assert not fits(100, 100)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-def test_tensors_of_a_gpu_come_to_pinned_memory_whatever_their_type():
-    tensors = {"large": torch.randn(3, 700_000, device="cuda"), "small": torch.ones(3, device="cuda")}
-    tensors["half"] = tensors["large"].bfloat16()
-    taken = Snapshot("a test").take(tensors)
-    assert all(torch.equal(taken[name], tensor.cpu()) for name, tensor in tensors.items())
-    assert taken["half"].dtype == torch.bfloat16

@@ -67,4 +67,4 @@ def _host_memory_for(tensor: Tensor) -> Tensor:
             return pinned_zeros(tensor, tensor.dtype)
         except MemoryError as error:  # a limit on locked memory: copying is slower then
             log.info("the copy is not pinned: %s", error)
-    return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return torch.zeros(tensor.shape, dtype=tensor.dtype)  # new memory, which many threads fill faster than one copy
