@@ -104,7 +104,10 @@ class Batches(Versions):
         if found is None:
             is_ahead = newest is not None and newest.step + 1 == step and _living_batch(self, newest.step) is not None
             if newest is None or (newest.step != step and not is_ahead):
-                at = "no version is published" if newest is None else f"the latest version is of step {newest.step}"
+                at = "no version is published"
+                if newest is not None:
+                    at = f"the latest version is of step {newest.step}"
+                    at += ", which has no batch yet" if newest.step + 1 == step else ""
                 raise Refused(f"the batch of step {step} cannot be claimed: {at}")
             return _choose(self, step, None if is_ahead else newest.number, in_order)
         if found["state"] == BatchState.CLAIMED and newest is not None and newest.step == step:

@@ -87,7 +87,8 @@ class Trace:
         self._add(name, lane, start_s, end_s, details)
 
     def spans_since_last(self) -> dict[str, float]:
-        """Returns the total seconds, by name, of the spans that ended since the last call of this method."""
+        """Returns the total seconds, by name, of the `span` blocks that ended since the last call of this
+        method. Spans added by `record` do not count."""
         with self._lock:
             seconds, self._seconds = self._seconds, {}
         return seconds

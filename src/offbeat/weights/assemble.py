@@ -109,8 +109,8 @@ def _check_chain(chain: Sequence[Manifest], base: Path | None) -> None:
         stands_on = manifest.base
         if manifest.kind is not Kind.DELTA or stands_on is None:
             raise WeightsError(
-                f"version {manifest.number}: its kind is {manifest.kind.value}; in a chain, all but the first must be "
-                "deltas"
+                f"version {manifest.number}: its kind is {manifest.kind.value}, with{'out' * (stands_on is None)} a "
+                "base; in a chain, all but the first must be deltas with a base; this is a bug"
             )
         if (stands_on.number, stands_on.digest) != (before.number, before.digest):
             raise WeightsError(

@@ -217,8 +217,8 @@ def decode_sparse(view: memoryview, old: np.ndarray) -> np.ndarray:
 
 
 def _limit(changes: SparseChanges, sizes: np.ndarray, old_items: np.ndarray) -> int:
-    """Chooses a limit for a sparse code. Every element whose old bits, without sign, are below it is stored, changed or
-    not, so that these elements need no positions. Returns 0 for no limit."""
+    """Chooses the threshold of a sparse code. The code stores the difference of every element whose old bits, without
+    the sign, are below the threshold, changed or not, so these elements need no positions. Returns 0 for none."""
     larger = changes.positions[sizes > 1]
     if larger.size < MANY_LARGER * sizes.size:
         return 0

@@ -174,7 +174,7 @@ class PieceDownloader:
             num_bytes += max(part.stat().st_size - have, 0)
             if await in_thread(self._put_in_place, part, piece):
                 return num_bytes
-            log.warning("version %d: piece %s arrived damaged", number, piece.digest)
+            log.warning("version %d: piece %s arrived damaged and is discarded", number, piece.digest)
         raise PieceDamaged(f"version {number}: piece {piece.digest} arrived damaged {MAX_ATTEMPTS} times")
 
     def num_bytes_arrived(self) -> int:

@@ -128,7 +128,7 @@ def needed_digest(request: Request) -> bytes:
 
 
 async def _check_digest(data: bytes, digest: bytes) -> None:
-    """Refuses a damaged body, before it is decompressed or decoded; the caller then sends it again."""
+    """Refuses a damaged body, before it is decompressed or decoded; the client then sends it again."""
     if await on_bytes(data, lambda body: blake3(body).digest()) != digest:
         why = f"the body was damaged on the way: it does not match its {wire.CONTENT_DIGEST} header"
         raise Refusal(400, why, kind=wire.DAMAGED)

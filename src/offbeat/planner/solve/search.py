@@ -202,11 +202,12 @@ def cheapest_counts(
 def roomy_counts(
     search: Search, tau_s: float, cap: int, plans: Sequence[ColumnCounts], headroom: float
 ) -> tuple[Search, ColumnCounts] | None:
-    """Looks for the cheapest plan at this period that exceeds the demand by the share `headroom`, both in tokens and in
-    time for long answers. Only the gangs of `plans` are tried. Returns a search with the raised demand, and the plan.
+    """Looks for the cheapest plan with spare capacity at a period of `tau_s` seconds a step: it generates
+    1 + `headroom` times the tokens demanded, and leaves that much more time for long answers. Only the gangs (cards
+    that train together) of `plans` are tried. Returns a search with the raised demand, and the plan.
 
-    If no plan that costs at most `cap` (millionths of $/h) has all of `headroom`, less is tried: first smaller shares
-    of it, then headroom in tokens alone, then the headroom that `plans` already have. Returns None if there is none."""
+    If no such plan costs at most `cap` (millionths of $/h), it tries in turn: smaller shares of `headroom`; spare
+    tokens alone; the plan of `plans` within `cap` that has the most spare tokens. Returns None if even that has none."""
     demand, windows = search.view.problem.demand, search.view.windows
     had = max(_headroom(search.view, tau_s, plan) for plan in plans) * (1 - TIGHT)
     gangs = dict.fromkeys(plan.gang for plan in plans)

@@ -230,8 +230,9 @@ def windows(
 
 
 def _taking_turns(gangs: Sequence[Gang], columns: Sequence[RolloutColumn], late_s: Floats | float) -> Windows:
-    """Returns the windows for staleness bound 0, where training and generation take turns. They are stored by gang,
-    because the training state that a gang keeps on its cards may leave a replica there too little memory."""
+    """Returns, for staleness bound 0, the seconds until a long answer ends (`late_s`) for each gang and column.
+    Training and generation take turns then, and a gang (cards that train together) keeps its training state meanwhile.
+    Where this leaves a replica of the column too little memory, the entry is infinite, which rules the pair out."""
     room = np.array([np.inf if column.room_bytes is None else column.room_bytes for column in columns])
     offers = sorted({column.offer for column in columns})
     kept = np.array([[gang.kept_bytes.get(name, 0.0) for name in offers] for gang in gangs], dtype=float)

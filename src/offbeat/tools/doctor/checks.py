@@ -277,7 +277,8 @@ def check_ports(config: Config) -> Iterator[Finding]:
     host, port = config.serve.host, config.serve.port
     if fault := _listen("127.0.0.1", 0):
         level = Level.STOPS if port or config.rollout.workers is not None else Level.WARNS
-        yield Finding("ports", f"nothing can listen on 127.0.0.1: {fault}", level, "let processes listen on 127.0.0.1")
+        remedy = "allow it in the sandbox, container or firewall"
+        yield Finding("ports", f"nothing can listen on 127.0.0.1: {fault}", level, remedy)
     elif port and (fault := _listen(host, port)):
         text = f'serve.host = "{host}", serve.port = {port}: {fault}'
         yield Finding("ports", text, Level.STOPS, "--serve.port 0, or end the process that listens there")
