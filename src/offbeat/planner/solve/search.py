@@ -207,7 +207,8 @@ def roomy_counts(
     that train together) of `plans` are tried. Returns a search with the raised demand, and the plan.
 
     If no such plan costs at most `cap` (millionths of $/h), it tries in turn: smaller shares of `headroom`; spare
-    tokens alone; the plan of `plans` within `cap` that has the most spare tokens. Returns None if even that has none."""
+    tokens alone; the plan of `plans` within `cap` that has the most spare tokens. Returns None if even that has
+    none."""
     demand, windows = search.view.problem.demand, search.view.windows
     had = max(_headroom(search.view, tau_s, plan) for plan in plans) * (1 - TIGHT)
     gangs = dict.fromkeys(plan.gang for plan in plans)
