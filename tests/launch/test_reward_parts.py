@@ -97,5 +97,5 @@ def test_a_reward_is_tried_on_a_problem_of_each_task_that_it_judges(tmp_path):
         for name in ("one", "two")
     ]
     task[1]["answer"] = "solution"
-    with pytest.raises(UserError, match=r"its trial on one sample of task one failed: "):
+    with pytest.raises(UserError, match=r"its trial on task one failed: "):
         offbeat.train({**config(tmp_path), "task": task})

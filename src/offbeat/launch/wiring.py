@@ -91,7 +91,7 @@ async def try_rewards(config: Config, mixture: Mixture, pool: RewardPool) -> lis
         if source not in found:  # another source has the same reward, and perhaps other columns
             (found[source],) = await pool.score(reward, [_response(problem, problem.answer)])
             if why := found[source].error:
-                raise UserError(f"reward {reward}: its trial on one sample of task {source} failed: {why}")
+                raise UserError(f"reward {reward}: its trial on task {source} failed: {why}")
     shaping = make_shaping(config)
     shaping.check_names(pool.parts | {part.name for result in found.values() for part in result.rewards})
     trials = []

@@ -129,7 +129,7 @@ class RewardPool:
         for name in self._names:
             (result,) = await self.score(name, [(trials or {}).get(name, TRIAL)])
             if result.error is not None:
-                raise UserError(f"reward {name}: its trial on one sample failed: {result.error}; see {self.log_path}")
+                raise UserError(f"reward {name}: its trial failed: {result.error}; see {self.log_path}")
             results[name] = result
         return results
 
