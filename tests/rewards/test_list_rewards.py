@@ -129,15 +129,13 @@ def test_no_sample_of_a_list_of_the_wrong_length_is_judged_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "prompt, completion, told",
+    "prompt, read, told",
     [
-        ("1+1=", "lambda c: c[0]['content']", "completions are text here, because the prompt is text"),
-        (CHAT, "lambda c: c.strip()", "completions are lists of messages here, because the prompt is a chat"),
+        ("1+1=", lambda c: c[0]["content"], "completions are text here, because the prompt is text"),
+        (CHAT, lambda c: c.strip(), "completions are lists of messages here, because the prompt is a chat"),
     ],
 )
-def test_a_reward_that_expects_another_form_of_completions_is_told_theirs(tmp_path, prompt, completion, told):
-    read = eval(completion)  # noqa: S307
-
+def test_a_reward_that_expects_another_form_of_completions_is_told_theirs(tmp_path, prompt, read, told):
     def reward(completions, **kwargs):
         return [float(read(each) == "2") for each in completions]
 

@@ -218,6 +218,13 @@ class FileSource:
     def __len__(self) -> int:
         return len(self._train) + self._num_held_out
 
+    def columns_without_answer(self) -> list[str]:
+        """Returns the columns of the first row if no row has the answer's column, which only the default one may be;
+        empty if a row has it, or if there is to be no answer."""
+        if self._answer is None or any(self._answer in row for row in self.rows.scan([self._answer])):
+            return []
+        return [str(name) for name in self.rows.row(0)]
+
     def every_prompt(self) -> Iterator[Problem]:
         """Yields all rows in order, including held-out ones, as problems that have only a prompt and a place."""
         for index, row in enumerate(self.rows.scan(self._needed)):

@@ -69,7 +69,7 @@ class Checked:
         return found
 
     def advice(self) -> list[Advice]:
-        found = (right_answer_earns(t.source, t.problem.answer, t.problem.place, t.value, t.empty) for t in self.trials)
+        found = (right_answer_earns(t.source, t.answer, t.problem.place, t.value, t.empty) for t in self.trials)
         return [advice for advice in found if advice is not None]
 
     def announce(self, folder: RunFolder) -> None:
@@ -163,6 +163,6 @@ def print_advice(found: Iterable[Advice]) -> None:
 
 
 def _trial_line(trial: wiring.Trial) -> str:
-    answer = trial.problem.answer
-    what = "an empty answer" if answer is None else f"the right answer, {show(answer)},"
+    unknown = "right answer unknown (see task.answer); an empty one"
+    what = unknown if trial.answer is None else f"the right answer, {show(trial.answer)},"
     return f"{trial.reward}: {what} earns {trial.value:g}"

@@ -121,11 +121,14 @@ class RewardServer:
     def describe(self) -> wire.Ready:
         rewards = {}
         for name, function in self.functions.items():
-            if name in self.lists:
-                rewards[name] = wire.RewardsLoaded(wire.ARGUMENTS, in_turn=False)
-                continue
-            arguments = accepted_arguments(function, wire.ARGUMENTS, f"reward {name}")
-            rewards[name] = wire.RewardsLoaded(arguments, in_turn=not is_async(function))
+            is_list = name in self.lists
+            arguments = wire.ARGUMENTS if is_list else accepted_arguments(function, wire.ARGUMENTS, f"reward {name}")
+            answer = inspect.signature(function).parameters.get("answer")
+            rewards[name] = wire.RewardsLoaded(
+                arguments,
+                in_turn=not is_list and not is_async(function),
+                needs_answer=answer is not None and answer.default is answer.empty,
+            )
         return wire.Ready(rewards)
 
     def judge(self, work: wire.Work) -> None:
@@ -194,7 +197,9 @@ class RewardServer:
             return [wire.RewardAnswer(first + i, found) for i, found in enumerate(parts)], False
         except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
             text = self._report(name, error, reward.hint(error, samples[0]))
-            return [wire.RewardAnswer(first + i, error=text) for i in range(len(samples))], not isinstance(error, NoList)
+            return [wire.RewardAnswer(first + i, error=text) for i in range(len(samples))], not isinstance(
+                error, NoList
+            )
         finally:
             self.pipes.restore()
 
