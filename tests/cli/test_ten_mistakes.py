@@ -72,7 +72,7 @@ def test_without_a_mistake_the_model_would_be_loaded(user):
 
 
 def test_1_a_wrong_column(user):
-    told = "problems.jsonl:1: the row has no column 'problem'; allowed question, answer"
+    told = "problems.jsonl:1: the row has no column 'problem'; it has question, answer"
     assert refusal(user, "--task.prompt=problem") == told
 
 

@@ -176,9 +176,10 @@ def test_a_server_may_be_handed_more_words_for_its_command_line():
     assert load(None, words).engine.arguments == ["--enforce-eager", "--swap-space", "4"]
 
 
-def test_of_several_mistakes_the_first_is_told_and_the_others_are_counted(toml):
+def test_of_several_mistakes_the_first_is_told_and_the_others_are_named(toml):
     text = refusal(toml("[optimizer]\nlr = 0\n[batch]\ngroup_size = 0\ngroups = 3\n"))
-    assert text == "run.toml:2: optimizer.lr = 0: allowed more than 0 (and 2 more)"
+    others = "batch.group_size in line 4, batch.groups in line 5"
+    assert text == f"run.toml:2: optimizer.lr = 0: allowed more than 0 (and 2 more: {others})"
 
 
 def test_a_misspelt_key_is_told_before_the_key_that_it_leaves_missing(toml):

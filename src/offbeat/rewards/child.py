@@ -33,6 +33,7 @@ from offbeat.errors import UserError
 from offbeat.locate import Function, accepted_arguments, is_async, one_line
 from offbeat.rewards import wire
 from offbeat.rewards.verifiers import load_reward
+from offbeat.spelling import a_kind
 
 SEND_EVERY_S = 0.005
 """Answers are collected for this long before they are sent. If the process is killed, at most this much work is lost
@@ -303,7 +304,7 @@ class ListReward:
             value = value.tolist()
         if not isinstance(value, list | tuple):
             raise NoList(
-                f"the reward returned {_shown(value)}, a {type(value).__name__}; a reward that takes "
+                f"the reward returned {_shown(value)}, {a_kind(value)}; a reward that takes "
                 f"{' or '.join(LISTS)} returns a list with a number for each of them"
             )
         if len(value) != count:
@@ -364,7 +365,7 @@ def _positioned(entry: Any) -> tuple[float, str, int]:
 def _finite(value: Any, place: str) -> float:
     shown = _shown(value)
     if not isinstance(value, Real):  # bool is Real, and so are numpy's scalars
-        raise BadValue(f"the reward returned {shown}{place}, a {type(value).__name__}; return a finite number")
+        raise BadValue(f"the reward returned {shown}{place}, {a_kind(value)}; return a finite number")
     if not math.isfinite(value):
         raise BadValue(f"the reward returned {shown}{place}; return a finite number")
     return float(value)
