@@ -48,7 +48,7 @@ def summarise(config: Config, num_parameters: int | None = None, num_held_out: i
 
 
 def _microbatch_tokens(config: Config) -> str:
-    text = f"{config.batch.assumed_tokens:,} tokens"
+    text = count(config.batch.assumed_tokens, "token")
     return f"{text} (on a GPU, what fits)" if config.batch.tokens_per_microbatch == "auto" else text
 
 
