@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from offbeat.errors import UserError
-from offbeat.spelling import suggest
+from offbeat.spelling import a_kind, suggest
 
 Function = Callable[..., Any]
 
@@ -33,9 +33,9 @@ def locate(spec: str, key: str) -> Function:
     function = getattr(module, name, None)
     if function is None:
         own = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        raise UserError(f"{key} = {spec!r}: {where} has no function {name!r}; {suggest(name, own)}")
+        raise UserError(f"{key} = {spec!r}: {where} has no function {name!r}; {suggest(name, own, 'it has')}")
     if not callable(function):
-        raise UserError(f"{key} = {spec!r}: {name} is a {type(function).__name__}, not a function")
+        raise UserError(f"{key} = {spec!r}: {name} is {a_kind(function)}, not a function")
     return function
 
 

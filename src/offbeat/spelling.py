@@ -1,4 +1,5 @@
-"""Suggests names in place of a name that does not exist: the most similar name, or a list. Standard library only."""
+"""Suggests names in place of a name that does not exist: the most similar name, or a list. Also names the kind of a
+value. Standard library only."""
 
 from __future__ import annotations
 
@@ -19,15 +20,21 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
     return plain[found[0]] if found else None
 
 
-def suggest(word: str, choices: Iterable[str]) -> str:
-    """Returns a hint such as `did you mean 'number'?` or `allowed exact, math, number`."""
+def suggest(word: str, choices: Iterable[str], before: str = "allowed") -> str:
+    """Returns a hint such as `did you mean 'number'?` or `allowed exact, math, number`; `before` begins a list."""
     names = list(choices)
     if near := nearest(word, names):
         return f"did you mean {near!r}?"
     if not names:
         return "there are no others"
     more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return f"allowed {', '.join(names[:MAX_LISTED])}{more}"
+    return f"{before} {', '.join(names[:MAX_LISTED])}{more}"
+
+
+def a_kind(value: object) -> str:
+    """Returns the name of a value's type with its article, such as `an int` or `a list`."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def _plain(word: str) -> str:

@@ -110,17 +110,17 @@ def test_a_wrong_data_file_is_told_by_its_line(offbeat, text, told):
         ("rasing", r"task\.reward = 'rewards\.py:rasing': .* has no function 'rasing'; did you mean 'raising'\?"),
         (
             "raising",
-            r"reward .*: its trial on one sample failed: raised: ValueError: no egg, .* \(rewards\.py:6\); see (.*)",
+            r"reward .*: its trial failed: raised: ValueError: no egg, .* \(rewards\.py:6\); see (.*)",
         ),
         (
             "hanging",
-            r"reward .*: its trial on one sample failed: timeout: no reward within 1 s \(reward\.timeout_s\); see (.*)",
+            r"reward .*: its trial failed: timeout: no reward within 1 s \(reward\.timeout_s\); see (.*)",
         ),
         (
             "nan",
-            r"reward .*: its trial on one sample failed: value: the reward returned nan; .* number; see (.*)",
+            r"reward .*: its trial failed: value: the reward returned nan; .* number; see (.*)",
         ),
-        ("text", r"reward .*: its trial on one sample failed: value: the reward returned 'good', a str; .*; see (.*)"),
+        ("text", r"reward .*: its trial failed: value: the reward returned 'good', a str; .*; see (.*)"),
     ],
     ids=["missing", "raising", "hanging", "NaN", "text"],
 )

@@ -11,6 +11,7 @@ from offbeat.cli.main import main
 from offbeat.config import fixed_keys, load
 from offbeat.config.keys import known_keys
 from offbeat.errors import OffbeatError
+from offbeat.launch import preflight
 from offbeat.launch.run_folder import RunFolder
 from offbeat.ledger.ledger import Ledger
 
@@ -157,6 +158,44 @@ def test_a_dry_run_adds_up_and_leaves_nothing_behind(tmp_path, capsys):
     assert "batch.groups_per_step    4" in told
     assert "4 groups × 8 = 32 samples, one update" in told
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_lists_only_what_differs_from_the_defaults_of_the_tasks_source(tmp_path, capsys):
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": "3"}\n')
+    words = ["--task.source=file", "--task.path=sums.jsonl", "--task.reward=number", "--eval.every=50"]
+    assert main(["train", "--dry-run", *words]) == 0
+    listed, _, _ = capsys.readouterr().out.partition("\n\n")
+    keys = [line.split()[0] for line in listed.splitlines()[1:]]
+    assert keys == ["run.steps", "task.reward", "task.source", "task.path", "optimizer.lr", "eval.every"]
+
+
+@pytest.mark.parametrize("judge", ["1", "'good'"])
+def test_a_dry_run_tells_all_that_is_missing_and_adds_up_if_the_rows_and_rewards_are_fine(
+    tmp_path, capsys, monkeypatch, judge
+):
+    monkeypatch.setattr(preflight, "PICK_DEVICE", "print('model.device: not here')")
+    (tmp_path / f"r{len(judge)}.py").write_text(f"def f(response): return {judge}")
+    words = ["--model.device=cuda", f"--task.reward=r{len(judge)}.py:f"]
+    assert main(["train", "--dry-run", *words, "--rollout.engine=sglang", "--rollout.workers=1"]) == 2
+    told = capsys.readouterr()
+    device, engine, *reward = told.err.splitlines()
+    assert device == "offbeat: model.device: not here"
+    assert engine.startswith('offbeat: rollout.engine = "sglang": ')
+    if judge == "1":
+        assert ("32 groups × 8 = 256 samples" in told.out, reward) == (True, [])
+    else:
+        assert told.out == ""
+        assert reward[0].startswith(f"offbeat: reward r{len(judge)}.py:f: its trial failed: value: ")
+
+
+def test_a_run_looks_for_its_gpu_before_it_reads_rows_where_no_driver_is_loaded(capsys, monkeypatch):
+    monkeypatch.setattr(preflight, "GPU_DRIVERS", ())
+    monkeypatch.setattr(preflight.sys, "platform", "linux")
+    monkeypatch.setattr(preflight, "PICK_DEVICE", "print('model.device: not here')")
+    assert main(["train", "--model.device=cuda", "--rollout.max-prompt-tokens=1"]) == 2
+    assert capsys.readouterr().err == "offbeat: model.device: not here\n"
+    assert main(["train", "--model.device=cpu", "--rollout.max-prompt-tokens=1"]) == 2
+    assert "rollout.max_prompt_tokens = 1" in capsys.readouterr().err
 
 
 def test_help_names_every_command(capsys):

@@ -25,6 +25,15 @@ def test_evaluations_and_checkpoints_are_counted_with_the_first_and_the_last():
     assert "checkpoints  1, at the end; the newest 1 kept" in summarise(never)
 
 
+def test_an_evaluation_has_no_more_prompts_than_are_held_out():
+    config = load(None, ["--eval.samples=2"])
+    lines = {number: summarise(config, num_held_out=number)[6] for number in (None, 200, 11, 0)}
+    assert lines[None] == lines[200]
+    assert lines[200].endswith("200 prompts × 2 = 400 answers each")
+    assert lines[11].endswith("11 prompts × 2 = 22 answers each (eval.prompts = 200, but no more are held out)")
+    assert lines[0] == "evaluation   none: no task has a held-out split"
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     groups=st.integers(1, 9),

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from offbeat.config import DEMO, from_dict, load, resolved
 from offbeat.config.explain import ValueOrigin, describe, explain
+from offbeat.config.keys import accepts, field_at, known_keys
 from offbeat.config.load import split
 from offbeat.config.schema import Section
 from offbeat.errors import UserError
@@ -175,9 +176,10 @@ def test_a_server_may_be_handed_more_words_for_its_command_line():
     assert load(None, words).engine.arguments == ["--enforce-eager", "--swap-space", "4"]
 
 
-def test_of_several_mistakes_the_first_is_told_and_the_others_are_counted(toml):
+def test_of_several_mistakes_the_first_is_told_and_the_others_are_named(toml):
     text = refusal(toml("[optimizer]\nlr = 0\n[batch]\ngroup_size = 0\ngroups = 3\n"))
-    assert text == "run.toml:2: optimizer.lr = 0: allowed more than 0 (and 2 more)"
+    others = "batch.group_size in line 4, batch.groups in line 5"
+    assert text == f"run.toml:2: optimizer.lr = 0: allowed more than 0 (and 2 more: {others})"
 
 
 def test_a_misspelt_key_is_told_before_the_key_that_it_leaves_missing(toml):
@@ -210,6 +212,31 @@ def test_overrides_are_told_apart_from_the_rest_of_a_command_line():
     rest, overrides = split(words)
     assert rest == ["a.toml", "--resume", "runs/x", "--dry-run"]
     assert overrides == ["--run.exact", "--batch.group-size", "-3", "--task.level=3"]
+
+
+UNIONS = {
+    "batch.tokens_per_microbatch": (4096, "auto"),
+    "schedule.over_provision": (1.0, "auto", "none"),
+    "engine.memory_share": (0.5, "auto"),
+    "model.gradient_checkpointing": (0.5, True, False),
+}
+"""Keys that take values of several kinds, with a value of each kind."""
+
+
+def test_every_key_of_several_kinds_is_tried_below():
+    fields = {key: field_at(tuple(key.split(".")), {}) for key in known_keys()}
+    kinds = {key: [kind for kind in (bool, float, int, str) if accepts(known, kind)] for key, known in fields.items()}
+    assert {key for key, found in kinds.items() if len(found) > 1} == UNIONS.keys()
+
+
+@pytest.mark.parametrize("key, value", [(key, value) for key, values in UNIONS.items() for value in values])
+def test_a_key_of_several_kinds_takes_each_of_them_on_a_command_line(key, value):
+    section, name = key.split(".")
+    option, text = f"--{key.replace('_', '-')}", str(value).lower()
+    for words in ([option, text], [f"{option}={text}"]):
+        rest, overrides = split([*words, "run.toml"])
+        assert rest == ["run.toml"]
+        assert getattr(getattr(load(None, overrides), section), name) == (None if value == "none" else value)
 
 
 def test_python_users_override_by_section_or_dotted_key():

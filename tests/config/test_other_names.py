@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import offbeat
 from offbeat.cli.main import main
 from offbeat.config import load
 from offbeat.config.keys import known_keys
-from offbeat.config.other_names import TRL, VERL, known_elsewhere
+from offbeat.config.other_names import SECTIONS, TRL, VERL, known_elsewhere
 from offbeat.errors import UserError
 
 
 @pytest.mark.parametrize("name, ours", [*TRL.items(), *VERL.items()])
 def test_every_name_leads_to_a_key_that_exists_or_says_why_there_is_none(name: str, ours: str):
     assert ours.startswith("no key: ") or ours.split(" ")[0] in known_keys()
+
+
+@pytest.mark.parametrize("section", ["dataset", "training", "grpo", *SECTIONS])
+def test_a_section_of_a_usual_name_is_answered_with_the_sections_that_hold_its_settings(section, tmp_path):
+    (tmp_path / "run.toml").write_text(f"[{section}]\nwhatever = 1\n")
+    with pytest.raises(UserError, match=r": unknown section; its settings are in \[") as caught:
+        load(tmp_path / "run.toml")
+    named = re.findall(r"\[+(\w+)\]+ *(?:,|and|here)", str(caught.value).partition("are in ")[2])
+    assert named
+    assert set(named) <= {key.split(".")[0] for key in known_keys()}
 
 
 @pytest.mark.parametrize(

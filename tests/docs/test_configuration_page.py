@@ -45,7 +45,6 @@ def test_the_mistakes_on_the_page_are_told_in_these_words(tmp_path, monkeypatch,
     [
         ["--batch.min-group=9"],
         ["--batch.updates-per-step=3"],
-        ["--batch.tokens-per-microbatch=95"],
         ["--optimizer.warmup-steps=4", "--run.steps=3"],
         ["--run.exact", "--rollout.slots=15"],
     ],

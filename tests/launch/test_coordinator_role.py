@@ -34,7 +34,9 @@ def test_a_run_ends_without_its_last_evaluation_when_nobody_is_left_to_make_it(t
         mixture = wiring.make_mixture(config, None)
         pool = await wiring.open_pool(config, mixture, folder.logs / "rewards.log")
         try:
-            async with open_coordinator(folder, mixture, pool, prepare(config, mixture)) as runtime:
+            async with open_coordinator(
+                folder, mixture, pool, prepare(config, mixture, wiring.load_tokens(config))
+            ) as runtime:
                 await runtime.coordinator.start(keep_leases=True)
                 await runtime.coordinator.publish(Version(0, 0, None, "digest", tmp_path))
                 await runtime.coordinator.checkpointed(config.run.steps)

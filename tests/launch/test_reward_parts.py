@@ -87,8 +87,8 @@ def test_a_weight_of_a_part_that_the_reward_does_not_give_stops_the_run_before_i
 
 
 def test_a_reward_is_tried_on_a_problem_of_each_task_that_it_judges(tmp_path):
-    for name, column in (("one", "result"), ("two", "solution")):
-        rows = [json.dumps({"prompt": f"{i}+1=", column: str(i + 1)}) for i in range(4)]
+    for name, column, unit in (("one", "answer", " apples"), ("two", "solution", "")):
+        rows = [json.dumps({"prompt": f"{i}+1=", column: f"{i + 1}{unit}"}) for i in range(4)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
     (tmp_path / "judge.py").write_text("def reward(response, answer):\n    return int(answer) / 9\n")
     reward = f"{tmp_path}/judge.py:reward"
@@ -97,5 +97,5 @@ def test_a_reward_is_tried_on_a_problem_of_each_task_that_it_judges(tmp_path):
         for name in ("one", "two")
     ]
     task[1]["answer"] = "solution"
-    with pytest.raises(UserError, match=r"its trial on one sample of task one failed: "):
+    with pytest.raises(UserError, match=r"its trial on task one failed: "):
         offbeat.train({**config(tmp_path), "task": task})

@@ -26,6 +26,17 @@ def score(tmp_path: Path, reward, samples: list[RewardInput], timeout_s: float =
     return asyncio.run(judged())
 
 
+def check(tmp_path: Path, reward, trial: RewardInput) -> None:
+    async def checked() -> None:
+        pool = RewardPool(1, 5.0, {"r": reward}, tmp_path / "rewards.log")
+        try:
+            await pool.check({"r": trial})
+        finally:
+            await pool.close()
+
+    asyncio.run(checked())
+
+
 def values(results: list[RewardResult]) -> list[float | None]:
     return [result.value for result in results]
 
@@ -100,6 +111,38 @@ def test_of_a_call_that_fails_only_the_samples_fail_that_cannot_be_judged(tmp_pa
     assert results[2].error.startswith("raised: ZeroDivisionError")
 
 
+def test_a_list_that_is_too_short_for_two_is_refused_in_the_trial(tmp_path):
+    def reward(completions, **kwargs):
+        return [1.0]
+
+    with pytest.raises(UserError, match="its trial failed: value: the reward returned 1 number for 2 completions"):
+        check(tmp_path, reward, sample("2"))
+
+
+def test_no_sample_of_a_list_of_the_wrong_length_is_judged_alone(tmp_path):
+    def reward(completions, **kwargs):
+        return [1.0 for text in completions if text]
+
+    results = score(tmp_path, reward, [sample(text) for text in ("a", "", "c")])
+    assert values(results) == [1.0, None, None]
+    assert results[2].error == "value: the reward returned 1 number for 2 completions; return one for each"
+
+
+@pytest.mark.parametrize(
+    "prompt, read, told",
+    [
+        ("1+1=", lambda c: c[0]["content"], "completions are text here, because the prompt is text"),
+        (CHAT, lambda c: c.strip(), "completions are lists of messages here, because the prompt is a chat"),
+    ],
+)
+def test_a_reward_that_expects_another_form_of_completions_is_told_theirs(tmp_path, prompt, read, told):
+    def reward(completions, **kwargs):
+        return [float(read(each) == "2") for each in completions]
+
+    with pytest.raises(UserError, match=told):
+        check(tmp_path, reward, RewardInput("2", "2", prompt))
+
+
 @pytest.mark.full
 def test_a_sample_that_hangs_fails_alone(tmp_path):
     def reward(completions, **kwargs):
@@ -118,7 +161,7 @@ def test_a_sample_that_hangs_fails_alone(tmp_path):
 @pytest.mark.parametrize(
     "returned, told",
     [
-        ([1.0], "1 numbers for 2 completions"),
+        ([1.0], "returned 1 number for 2 completions"),
         (1.0, "1.0, a float; a reward that takes completions or completion_ids returns a list"),
         ([1.0, "yes"], "'yes', a str"),
         ([1.0, math.nan], "nan"),
@@ -190,15 +233,8 @@ def test_what_only_trls_trainer_has_is_refused_at_the_start(tmp_path):
     def reward(completions, trainer_state):
         return []
 
-    async def check() -> None:
-        pool = RewardPool(1, 5.0, {"r": reward}, tmp_path / "rewards.log")
-        try:
-            await pool.check()
-        finally:
-            await pool.close()
-
     with pytest.raises(UserError, match="nothing is passed as 'trainer_state'"):
-        asyncio.run(check())
+        check(tmp_path, reward, sample("2"))
 
 
 def test_the_signature_tells():

@@ -254,7 +254,7 @@ def test_check_finds_what_is_wrong_before_training(tmp_path):
     assert "has no function 'obay'; did you mean 'obey'?" in complaint(f"{FILE}:obay")
     assert "SyntaxError: expected ':' (broken.py:1)" in complaint(f"{broken}:judge")
     assert "no argument is passed for parameter 'solution'" in complaint(f"{FILE}:judge_without_asking")
-    assert "its trial on one sample failed: raised: ValueError" in complaint(OBEY, trial="raise x")
+    assert "its trial failed: raised: ValueError" in complaint(OBEY, trial="raise x")
 
 
 def test_check_passes_a_good_reward_and_keeps_its_process(tmp_path):

@@ -37,10 +37,13 @@ def check(config: Config, resume: Path | None = None) -> None:
     _function_must_exist("loss.advantage", config.loss.advantage)
 
 
-def preview(config: Config, resume: Path | None = None, num_parameters: int | None = None) -> list[str]:
-    """Returns the first lines of --dry-run: the keys that differ from their defaults, and a summary of the run."""
+def preview(
+    config: Config, resume: Path | None = None, num_parameters: int | None = None, num_held_out: int | None = None
+) -> list[str]:
+    """Returns the first lines of --dry-run: the keys that differ from their defaults, and a summary of the run, see
+    `summarise`."""
     what = f"would resume {resume}" if resume else f"would start a run in {config.run.dir}/{config.run.name or ''}"
-    return [what, *_settings(config), "", *summarise(config, num_parameters)]
+    return [what, *_settings(config), "", *summarise(config, num_parameters, num_held_out)]
 
 
 def list_keys(*, only_common: bool) -> str:
@@ -58,6 +61,10 @@ def list_keys(*, only_common: bool) -> str:
 
 def _settings(config: Config) -> list[str]:
     data, defaults = resolved(config), resolved(Config())
+    # The keys of a task depend on its source. A required key has no default, so it always differs.
+    defaults["task"] = [
+        {name: field.default for name, field in type(task).model_fields.items()} for task in config.task
+    ]
     changed = [(place, value) for place, value in leaves(data) if value_at(defaults, place) != value]
     return [f"{dotted(place, data):<24} {show(value)}" for place, value in changed]
 

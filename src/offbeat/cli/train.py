@@ -100,25 +100,45 @@ def _supervise(
 
 
 def _dry_run(config: Config, resume: Path | None) -> int:
-    """Checks everything that needs no GPU, then prints a summary of the run and what was checked."""
+    """Checks everything that needs no GPU. Prints a summary of the run and what was checked, also where this machine
+    lacks the device or the engine, and every mistake."""
     import asyncio
 
     from offbeat.cli import main
     from offbeat.cli.preview import preview
+    from offbeat.net import shown
 
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no warning about a missing torch
+    lines: list[str] = []
+    advice: list[Advice] = []
+    mistakes: list[UserError] = []
     # A tokenizer does not need torch, but transformers would load it.
     with hidden("torch") if main.owns_process else nullcontext():
-        from offbeat.launch.preflight import check_roles, checking, print_advice
+        from offbeat.launch.preflight import check_device, check_server, checking, print_advice
 
-        async def examine() -> tuple[list[str], list[Advice], int | None]:
-            roles = await check_roles(config)
-            async with checking(config) as found:
-                return [*found.lines(), *roles], found.advice(), found.num_parameters
+        async def examine() -> None:
+            roles: list[str] = []
+            for check in (check_device(config.model.device), check_server(config)):
+                try:
+                    roles.extend(await check)
+                except UserError as error:
+                    mistakes.append(error)
+            try:
+                async with checking(config) as found:
+                    lines.extend(preview(config, resume, found.num_parameters, found.num_held_out))
+                    lines.extend(["", "checked", *found.lines(), *roles])
+                    advice.extend(found.advice())
+            except UserError as error:
+                mistakes.append(error)
 
-        lines, advice, num_parameters = asyncio.run(examine())
-    print("\n".join([*preview(config, resume, num_parameters), "", "checked", *lines]))
+        asyncio.run(examine())
+    if lines:
+        print("\n".join(lines), flush=True)
     print_advice(advice)
+    for mistake in mistakes[:-1]:
+        print(f"offbeat: {shown(str(mistake))}", file=sys.stderr)
+    if mistakes:
+        raise mistakes[-1]
     return 0
 
 

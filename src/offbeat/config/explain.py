@@ -3,7 +3,7 @@
     run.toml:7: batch.group_sise = 16: unknown key; did you mean group_size?
     --optimizer.schedule = "cosin": allowed "constant", "linear", "cosine"; did you mean "cosine"?
 
-The first mistake in the file is explained; the others are only counted.
+The first mistake in the file is explained; the others are only named.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from pydantic.fields import FieldInfo
 
 from offbeat.config.keys import MISSING, TASK_MODELS, Path, dotted, field_at, is_hidden, suggest_key, value_at
 from offbeat.config.migrations import removed_at
-from offbeat.config.other_names import known_elsewhere
+from offbeat.config.other_names import SECTIONS, known_elsewhere
 from offbeat.config.schema import Config, Section
 from offbeat.config.secrets import shown_value
 from offbeat.errors import UserError
 from offbeat.spelling import nearest
 
 LONGEST_VALUE = 60
+MAX_NAMED = 4
+"""Largest number of mistakes of which one is explained and the others are named."""
 WANTED = {
     "int": "a whole number",
     "float": "a number",
@@ -100,7 +102,8 @@ def explain(error: ValidationError, data: Mapping[str, Any], origin: ValueOrigin
     mistakes = [_Mistake(item, data, origin) for item in error.errors(include_url=False)]
     found = list({mistake.place: mistake for mistake in mistakes}.values())  # a key with alternatives has several
     found.sort(key=lambda mistake: mistake.order)
-    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    others = ", ".join([mistake.name for mistake in found[1:MAX_NAMED]] + ["…"] * (len(found) > MAX_NAMED))
+    more = f" (and {len(found) - 1} more: {others})" if others else ""
     return UserError(found[0].text() + more)
 
 
@@ -127,6 +130,12 @@ class _Mistake:
         line = self.origin.line(self.place)
         return self.kind in ("missing", "union_tag_not_found"), line is None, line or 0
 
+    @property
+    def name(self) -> str:
+        """The mistaken key, with its line if that is known."""
+        line = None if self.origin.typed_at(self.place) else self.origin.line(self.place)
+        return dotted(self.place, self.data) + (f" in line {line}" if line else "")
+
     def text(self) -> str:
         if self.kind == "value_error":  # a check across keys, whose message is complete
             return self.origin.before(self.place) + str(self.context["error"])
@@ -148,6 +157,8 @@ class _Mistake:
             what = "unknown section" if len(self.place) == 1 and isinstance(value, Mapping) else "unknown key"
             if self.origin.root is Config and (elsewhere := known_elsewhere(self.place, value)):
                 return f"{what}; {elsewhere}"
+            if what == "unknown section" and self.origin.root is Config and (ours := SECTIONS.get(str(self.place[0]))):
+                return f"{what}; its settings are in {ours} here"
             return f"{what}; {suggest_key(self.place, self.data, self.origin.root)}"
         if self.kind == "literal_error":
             return _choose(value, choices(known if known else self._field(self.place[:-1])))

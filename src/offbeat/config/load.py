@@ -86,11 +86,16 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             overrides.append(words[at])
             after = words[at + 1] if at + 1 < len(words) else "--"
-            if not equals and (after in SWITCH_VALUES if is_switch(key[2:]) else not after.startswith("--")):
+            # After a switch, a word that is no value of it is an argument of its own, such as the configuration's path.
+            if not equals and (_is_switch_value(after) if is_switch(key[2:]) else not after.startswith("--")):
                 overrides.append(after)
                 at += 1
         at += 1
     return rest, overrides
+
+
+def _is_switch_value(word: str) -> bool:
+    return word in SWITCH_VALUES or isinstance(_toml(word), int | float)
 
 
 def _pairs(overrides: Sequence[str]) -> list[tuple[str, str | None]]:
@@ -188,22 +193,29 @@ def _put(data: dict[str, Any], place: Path, value: Any, key: str) -> None:
 
 def _parse(place: Path, data: Mapping[str, Any], key: str, text: str | None) -> Any:
     """Returns the value that a command-line text gives to the key at `place`: the text parsed as TOML, or the text
-    itself if it is not TOML or the key takes text. Commas separate items of a list. No text means True."""
+    itself if it is not TOML or the key takes text but no number. Commas separate items of a list. No text means
+    True."""
     known = field_at(place, data)
     if text is None:
         if known is not None and not accepts(known, bool):
             raise UserError(f"--{key} needs a value, as in --{key} VALUE")
         return True
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        parsed = {}
-    value = parsed["value"] if set(parsed) == {"value"} else text
-    if accepts(known, str) and not isinstance(value, str) and not accepts(known, float):
+    value = _toml(text)
+    takes_numbers = accepts(known, float) or accepts(known, int)
+    if accepts(known, str) and not isinstance(value, str) and not takes_numbers:
         return text
     if accepts(known, list) and isinstance(value, str):
         return [word.strip() for word in value.split(",") if word.strip()]
     return value
+
+
+def _toml(text: str) -> Any:
+    """Returns the value of a text written in TOML, or the text itself if it is not TOML."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if set(parsed) == {"value"} else text
 
 
 def _nothing(data: dict[str, Any]) -> None:

@@ -123,6 +123,17 @@ VERL = {
 LIBRARIES = {"TRL": TRL, "verl": VERL}
 
 
+SECTIONS = {
+    **dict.fromkeys(("dataset", "datasets", "data"), "[[task]]"),
+    **dict.fromkeys(("train", "training", "trainer", "training_args"), "[run], [batch] and [optimizer]"),
+    **dict.fromkeys(("grpo", "ppo", "rl", "algorithm", "algo"), "[loss] and [batch]"),
+    **dict.fromkeys(("generation", "sampling", "inference", "vllm"), "[rollout] and [engine]"),
+    **dict.fromkeys(("lora", "peft"), "[model]"),
+    "actor": "[model], [optimizer] and [loss]",
+}
+"""Usual names of sections elsewhere, with the sections that hold such settings here."""
+
+
 def known_elsewhere(place: Sequence[str | int], value: object = None, before: str = "") -> str | None:
     """Returns a sentence about a key of TRL or verl, such as "TRL's beta is loss.kl_coef here"; None if neither has the
     key. If `value`, the key's value, is a table, the sentence is about the first known key in it. `before` is put in

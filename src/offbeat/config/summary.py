@@ -20,9 +20,9 @@ TRAJECTORY_BYTES = 500
 """Bytes of a trajectory in the ledger besides its tokens: other columns and index entries."""
 
 
-def summarise(config: Config, num_parameters: int | None = None) -> list[str]:
+def summarise(config: Config, num_parameters: int | None = None, num_held_out: int | None = None) -> list[str]:
     """Returns lines of text about a step, the run, its evaluations, checkpoints and disk space. `num_parameters` None:
-    the model's size is unknown."""
+    the model's size is unknown. `num_held_out` is the number of prompts of an evaluation; None: unknown."""
     batch, steps = config.batch, config.run.steps
     groups = batch.groups_per_step
     samples = groups * batch.group_size
@@ -34,22 +34,22 @@ def summarise(config: Config, num_parameters: int | None = None) -> list[str]:
     lines = [
         f"a step       {count(groups, 'group')} × {batch.group_size} = {count(samples, 'sample')}{apart}, {each}",
         f"tokens       at most {config.rollout.max_new_tokens:,} new per sample, {new_tokens:,} per step",
-        f"micro-batch  {_microbatch_tokens(config)} tokens; at most "
+        f"micro-batch  {_microbatch_tokens(config)}; at most "
         f"{count(microbatches_per_update(config), 'micro-batch')} per update",
         f"engine       {count(config.rollout.slots, 'slot')}: a step's samples in "
         f"{count(math.ceil(samples / config.rollout.slots), 'wave')} or fewer",
         f"the run      {count(steps, 'step')} = {count(steps * groups, 'group')} = "
         f"{count(steps * samples, 'sample')}, at most {new_tokens * steps:,} new tokens",
         _learning(config),
-        _evaluation(config),
+        _evaluation(config, num_held_out),
         _checkpoints(config),
     ]
     return [*lines, _disk(config, num_parameters)]
 
 
 def _microbatch_tokens(config: Config) -> str:
-    text = f"{config.batch.assumed_tokens:,}"
-    return f"{text} (measured on a GPU)" if config.batch.tokens_per_microbatch == "auto" else text
+    text = count(config.batch.assumed_tokens, "token")
+    return f"{text} (on a GPU, what fits)" if config.batch.tokens_per_microbatch == "auto" else text
 
 
 def _learning(config: Config) -> str:
@@ -102,14 +102,18 @@ def num_checkpoints(config: Config) -> int:
     return math.ceil(config.run.steps / every) if every else 1
 
 
-def _evaluation(config: Config) -> str:
+def _evaluation(config: Config, num_held_out: int | None) -> str:
     times, options = num_evaluations(config), config.eval
     if not times:
         return "evaluation   none (eval.every = 0)"
-    answers = options.prompts * options.samples
+    if num_held_out == 0:
+        return "evaluation   none: no task has a held-out split"
+    num_prompts = options.prompts if num_held_out is None else num_held_out
+    answers = num_prompts * options.samples
+    fewer = "" if num_prompts == options.prompts else f" (eval.prompts = {options.prompts:,}, but no more are held out)"
     return (
         f"evaluation   {count(times, 'time')}: at the start, every {count(options.every, 'step')}, at the end; "
-        f"{count(options.prompts, 'prompt')} × {options.samples} = {count(answers, 'answer')} each"
+        f"{count(num_prompts, 'prompt')} × {options.samples} = {count(answers, 'answer')} each{fewer}"
     )
 
 

@@ -57,9 +57,13 @@ def open_file(path: str) -> Rows:
     readers: dict[str, Callable[[Path], Rows]] = {".jsonl": JsonLines, ".ndjson": JsonLines, ".parquet": ParquetRows}
     file = Path(path)
     if file.suffix not in readers:
-        raise UserError(f"task.path = {path!r}: allowed .jsonl and .parquet files; for others use source = 'dataset'")
+        remedy = "convert it, as with pandas.read_csv(PATH).to_json('rows.jsonl', orient='records', lines=True)"
+        if file.suffix not in (".csv", ".tsv"):
+            remedy = 'a data set on the Hugging Face hub has task.source = "dataset"'
+        raise UserError(f"task.path = {path!r}: allowed .jsonl, .ndjson and .parquet files; {remedy}")
     if not file.is_file():
-        near = suggest(file.name, sorted(p.name for p in file.parent.iterdir())) if file.parent.is_dir() else ""
+        beside = sorted(p.name for p in file.parent.iterdir()) if file.parent.is_dir() else []
+        near = suggest(file.name, beside, "its folder has") if beside else ""
         raise UserError(f"task.path = {path!r}: there is no such file" + (f"; {near}" if near else ""))
     return readers[file.suffix](file)
 
@@ -145,7 +149,7 @@ class DatasetRows:
             raise UserError(f"task.path = {path!r}: cannot be loaded: {why}") from error
         if isinstance(found, Mapping):
             if split not in found:
-                raise UserError(f"task.split = {split!r}: {path} has no such split; {suggest(split, found)}")
+                raise UserError(f"task.split = {split!r}: {path} has no such split; {suggest(split, found, 'it has')}")
             found = found[split]
         self._rows = found
 
@@ -218,6 +222,13 @@ class FileSource:
     def __len__(self) -> int:
         return len(self._train) + self._num_held_out
 
+    def columns_without_answer(self) -> list[str]:
+        """Returns the columns of the first row if no row has the answer's column, which only the default one may be;
+        empty if a row has it, or if there is to be no answer."""
+        if self._answer is None or any(self._answer in row for row in self.rows.scan([self._answer])):
+            return []
+        return [str(name) for name in self.rows.row(0)]
+
     def every_prompt(self) -> Iterator[Problem]:
         """Yields all rows in order, including held-out ones, as problems that have only a prompt and a place."""
         for index, row in enumerate(self.rows.scan(self._needed)):
@@ -242,7 +253,7 @@ class FileSource:
         where = self.rows.where(index)
         for column in self._needed:
             if column not in row:
-                raise UserError(f"{where}: the row has no column {column!r}; {suggest(column, row)}")
+                raise UserError(f"{where}: the row has no column {column!r}; {suggest(column, row, 'it has')}")
         value, place = row[self._column], f"{where}: {self._column}"
         if isinstance(value, list) and not self._is_messages:
             raise UserError(f"{place} is a list; for chat messages set task.messages = {self._column!r}")

@@ -31,6 +31,7 @@ class PromptLengths:
 
     source: str
     num_prompts: int
+    """Number of rows, including held-out ones, or the size of the sample."""
     is_sample: bool
     longest: int
     """Tokens of the longest prompt that was tokenised."""

@@ -39,8 +39,7 @@ class Prepared:
     lengths: list[PromptLengths]
 
 
-def prepare(config: Config, mixture: Mixture) -> Prepared:
-    tokens = wiring.load_tokens(config)
+def prepare(config: Config, mixture: Mixture, tokens: wiring.TokenLimits) -> Prepared:
     issuer = wiring.make_issuer(config, mixture, tokens)
     plan, rollout = issuer.eval_plan, config.rollout
     lengths = measure_prompts(mixture, issuer.renderer, plan.num_prompts if plan.every else 0)

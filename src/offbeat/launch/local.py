@@ -30,7 +30,7 @@ from offbeat.launch.coordinator_runtime import (
 )
 from offbeat.launch.engine_parts import check_engine, make_engine
 from offbeat.launch.given import Given
-from offbeat.launch.preflight import checking
+from offbeat.launch.preflight import check_device, checking, has_gpu_driver
 from offbeat.launch.run_folder import RunFolder
 from offbeat.launch.stopping import Stopping, interruptible
 from offbeat.observability.loading import loading
@@ -80,6 +80,8 @@ async def _run(folder: RunFolder, given: Given, *, from_scratch: bool) -> dict[s
     config = folder.config
     async with AsyncExitStack() as stack:
         start_s, is_quiet = time.monotonic(), config.log.console == "quiet"
+        if not has_gpu_driver():  # a GPU would be missed only when everything else is loaded
+            await check_device(config.model.device)
         checked = await stack.enter_async_context(checking(config, given, folder.path))
         checked.announce(folder)
         with loading(f"run {folder.path}: {config.model.path}", is_quiet=is_quiet) as stage, interruptible():

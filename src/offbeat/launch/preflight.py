@@ -42,6 +42,8 @@ try:
 except UserError as error:
     print(error)
 """
+GPU_DRIVERS = ("/proc/driver/nvidia/version", "/dev/nvidia0", "/dev/kfd", "/dev/dxg", "/dev/nvmap")
+"""Files of which one exists where the driver of an NVIDIA or AMD GPU is loaded, also in WSL and on Jetson."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,11 @@ class Checked:
     prepared: Prepared
     trials: list[wiring.Trial]
     num_parameters: int | None
+
+    @property
+    def num_held_out(self) -> int:
+        """Number of held-out prompts of an evaluation."""
+        return len(self.mixture.held_out(self.config.eval.prompts))
 
     def lines(self) -> list[str]:
         """Returns lines that describe the checked model, prompts and rewards."""
@@ -69,7 +76,7 @@ class Checked:
         return found
 
     def advice(self) -> list[Advice]:
-        found = (right_answer_earns(t.source, t.problem.answer, t.problem.place, t.value, t.empty) for t in self.trials)
+        found = (right_answer_earns(t.source, t.answer, t.problem.place, t.value, t.empty) for t in self.trials)
         return [advice for advice in found if advice is not None]
 
     def announce(self, folder: RunFolder) -> None:
@@ -115,11 +122,13 @@ async def checking(config: Config, given: Given | None = None, home: Path | None
             stage("trying the rewards")
             importing = asyncio.create_task(asyncio.to_thread(_import_transformers))  # while a reward process starts
             trials = await wiring.try_rewards(config, mixture, pool)
+            stage("importing transformers, which reads the tokenizer")
             await importing
-            stage("reading the tokenizer and the prompts")
             with interruptible(), collecting_later():
                 num = None if is_hub_name(config.model.path) else num_parameters(config.model.path)
-                prepared = prepare(config, mixture)
+                tokens = wiring.load_tokens(config)
+                stage("reading the prompts")
+                prepared = prepare(config, mixture, tokens)
         yield Checked(config, mixture, pool, prepared, trials, num)
     except BaseException as error:
         await pool.close()
@@ -137,8 +146,16 @@ def _import_transformers() -> None:
 
 async def check_roles(config: Config) -> list[str]:
     """Checks what trainer and workers need on this machine; returns lines that describe it. Raises `UserError`."""
-    rollout, device = config.rollout, config.model.device
-    found = [f"device       {device}"]
+    return [*await check_device(config.model.device), *await check_server(config)]
+
+
+def has_gpu_driver() -> bool:
+    """Returns whether this machine may have a GPU: it is a Mac, or a GPU's driver is loaded."""
+    return sys.platform == "darwin" or any(os.path.exists(path) for path in GPU_DRIVERS)
+
+
+async def check_device(device: str) -> list[str]:
+    """Returns a line about model.device; raises `UserError` if this machine lacks it."""
     if device not in ("auto", "cpu"):  # torch knows, and is too slow to import here
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", PICK_DEVICE, device),
@@ -149,12 +166,19 @@ async def check_roles(config: Config) -> list[str]:
         out, _ = await process.communicate()
         if refusal := out.decode().strip():
             raise UserError(refusal)
-    if rollout.engine in SERVED and rollout.workers and config.engine.url is None:
-        from offbeat.engines.process.commands import environment, probe_interpreter
+    return ["device       cpu (auto)" if device == "auto" and not has_gpu_driver() else f"device       {device}"]
 
-        machine = await probe_interpreter(config, environment(config, os.environ), counts_gpus=False)
-        found.append(f"engine       {rollout.engine}, in {machine.python}")
-    return found
+
+async def check_server(config: Config) -> list[str]:
+    """Returns a line about the Python environment of the workers' servers, if they start any; raises `UserError` if it
+    lacks the engine."""
+    rollout = config.rollout
+    if rollout.engine not in SERVED or not rollout.workers or config.engine.url is not None:
+        return []
+    from offbeat.engines.process.commands import environment, probe_interpreter
+
+    machine = await probe_interpreter(config, environment(config, os.environ), counts_gpus=False)
+    return [f"engine       {rollout.engine}, in {machine.python}"]
 
 
 def print_advice(found: Iterable[Advice]) -> None:
@@ -163,6 +187,6 @@ def print_advice(found: Iterable[Advice]) -> None:
 
 
 def _trial_line(trial: wiring.Trial) -> str:
-    answer = trial.problem.answer
-    what = "an empty answer" if answer is None else f"the right answer, {show(answer)},"
+    unknown = "right answer unknown (see task.answer); an empty one"
+    what = unknown if trial.answer is None else f"the right answer, {show(trial.answer)},"
     return f"{trial.reward}: {what} earns {trial.value:g}"

@@ -16,8 +16,9 @@ from offbeat.coordinator.admission import EvalPlan, Issuer
 from offbeat.coordinator.coordinator import Coordinator, CoordinatorSettings
 from offbeat.coordinator.maintenance import MaintenanceSettings, WeightGarbageCollector
 from offbeat.coordinator.reward_queue import RewardQueue, Scorer
-from offbeat.data.mixture import Functions, Mixture, RewardSpec, build_mixture
-from offbeat.data.prompts import Problem, Renderer
+from offbeat.data.files import DEFAULT_ANSWER, FileSource
+from offbeat.data.mixture import Functions, Mixture, RewardSpec, WeightedSource, build_mixture
+from offbeat.data.prompts import Problem, Renderer, answer_text
 from offbeat.errors import UserError
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import LedgerTerms
@@ -66,13 +67,19 @@ async def open_pool(config: Config, mixture: Mixture, log: Path) -> RewardPool:
     return pool
 
 
+ANSWER_COLUMNS = ("ground_truth", "solution", "target")
+"""Usual names, besides `answer`, of the column with the right answer."""
+
+
 @dataclass(frozen=True)
 class Trial:
-    """A trial of a reward on a problem of a source, with the right answer (empty if unknown) as the response."""
+    """A trial of a reward on a problem of a source."""
 
     source: str
     reward: str
     problem: Problem
+    answer: str | None
+    """Right answer to the problem, which was the response; None: unknown, the response was empty."""
     value: float
     """Sum of the reward's parts, each times its weight."""
     empty: float | None = None
@@ -83,26 +90,52 @@ async def try_rewards(config: Config, mixture: Mixture, pool: RewardPool) -> lis
     """Tries each reward on the first problem of each source that uses it; with reward.processes = 0, tries none."""
     if not config.reward.processes:
         return []
+    needs_answer = await pool.load()
+    for member in mixture.members.values():
+        if member.reward in needs_answer:
+            _answer_must_exist(member)
     problems = {member.name: (member.reward, member.problem(0)) for member in mixture.members.values()}
-    tried = {reward: (source, _response(problem, problem.answer)) for source, (reward, problem) in problems.items()}
+    answers = {source: _right_answer(problem) for source, (_, problem) in problems.items()}
+    tried = {reward: (source, _response(problem, answers[source])) for source, (reward, problem) in problems.items()}
     checked = await pool.check({reward: sample for reward, (_, sample) in tried.items()})
     found = {source: checked[reward] for reward, (source, _) in tried.items()}
     for source, (reward, problem) in problems.items():
         if source not in found:  # another source has the same reward, and perhaps other columns
-            (found[source],) = await pool.score(reward, [_response(problem, problem.answer)])
+            (found[source],) = await pool.score(reward, [_response(problem, answers[source])])
             if why := found[source].error:
-                raise UserError(f"reward {reward}: its trial on one sample of task {source} failed: {why}")
+                raise UserError(f"reward {reward}: its trial on task {source} failed: {why}")
     shaping = make_shaping(config)
     shaping.check_names(pool.parts | {part.name for result in found.values() for part in result.rewards})
     trials = []
     for source, (name, problem) in problems.items():
-        trial = Trial(source, name, problem, total(shaping.weighted(found[source].rewards)))
-        if problem.answer and trial.value == 0:
+        trial = Trial(source, name, problem, answers[source], total(shaping.weighted(found[source].rewards)))
+        if trial.answer and trial.value == 0:
             (empty,) = await pool.score(name, [_response(problem, None)])
             if empty.error is None:
                 trial = replace(trial, empty=total(shaping.weighted(empty.rewards)))
         trials.append(trial)
     return trials
+
+
+def _answer_must_exist(member: WeightedSource) -> None:
+    """Raises `UserError` if the rows of a source lack the column of the right answer, so that a reward would get None
+    as every answer."""
+    source = member.source
+    if isinstance(source, FileSource) and (columns := source.columns_without_answer()):
+        likely = next((name for name in ANSWER_COLUMNS if name in columns), None)
+        remedy = f'task.answer = "{likely}"' if likely else "task.answer to the column with the right answer"
+        raise UserError(
+            f'task.answer = "{DEFAULT_ANSWER}": task {member.name} has no such column, so the reward {member.reward} '
+            f"would get no answer; it has {', '.join(columns)}; set {remedy} (a reward without the parameter "
+            "`answer` needs none)"
+        )
+
+
+def _right_answer(problem: Problem) -> str | None:
+    """Returns the right answer to a problem: its `answer`, or else the value of a column with a usual name."""
+    found = (problem.info.get(name) for name in ANSWER_COLUMNS)
+    likely = next((value for value in found if isinstance(value, str | int | float)), None)
+    return answer_text(likely) if problem.answer is None else problem.answer
 
 
 def _response(problem: Problem, text: str | None) -> RewardInput:

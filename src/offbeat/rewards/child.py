@@ -33,6 +33,7 @@ from offbeat.errors import UserError
 from offbeat.locate import Function, accepted_arguments, is_async, one_line
 from offbeat.rewards import wire
 from offbeat.rewards.verifiers import load_reward
+from offbeat.spelling import a_kind
 
 SEND_EVERY_S = 0.005
 """Answers are collected for this long before they are sent. If the process is killed, at most this much work is lost
@@ -121,11 +122,14 @@ class RewardServer:
     def describe(self) -> wire.Ready:
         rewards = {}
         for name, function in self.functions.items():
-            if name in self.lists:
-                rewards[name] = wire.RewardsLoaded(wire.ARGUMENTS, in_turn=False)
-                continue
-            arguments = accepted_arguments(function, wire.ARGUMENTS, f"reward {name}")
-            rewards[name] = wire.RewardsLoaded(arguments, in_turn=not is_async(function))
+            is_list = name in self.lists
+            arguments = wire.ARGUMENTS if is_list else accepted_arguments(function, wire.ARGUMENTS, f"reward {name}")
+            answer = inspect.signature(function).parameters.get("answer")
+            rewards[name] = wire.RewardsLoaded(
+                arguments,
+                in_turn=not is_list and not is_async(function),
+                needs_answer=answer is not None and answer.default is answer.empty,
+            )
         return wire.Ready(rewards)
 
     def judge(self, work: wire.Work) -> None:
@@ -159,36 +163,44 @@ class RewardServer:
         self._send(answers, last=True)
 
     def _judge_lists(self, work: wire.Work, reward: ListReward) -> None:
-        """Judges several samples per call, as many as should fit into the time limit. If a call fails, its samples are
-        judged one by one, so that only the samples at fault get an error."""
+        """Judges several samples per call, as many as should fit into the time limit. If a call raises, its samples are
+        judged one by one, so that only the samples at fault get an error. If a process's first work is one sample, as
+        in a trial, this sample is also judged together with itself: with one sample, every list may look right."""
         start_s, begun = time.monotonic(), 0
         while begun < len(work.samples) and (not begun or time.monotonic() - start_s < HAND_BACK_AFTER_S):
             chunk = work.samples[begun : begun + reward.num_samples]
+            is_trial, reward.is_untried = reward.is_untried and len(work.samples) == 1, False
             call_s = time.monotonic()
-            answers = self._call_with_lists(work.reward, reward, chunk, begun)
-            if len(chunk) > 1 and any(answer.error is not None for answer in answers):
+            answers, is_divisible = self._call_with_lists(work.reward, reward, chunk, begun)
+            if is_divisible and len(chunk) > 1:
                 singles = (self._call_with_lists(work.reward, reward, [s], begun + i) for i, s in enumerate(chunk))
-                answers = [answer for (answer,) in singles]
+                answers = [answer for (answer,), _ in singles]
             reward.note_duration(time.monotonic() - call_s, SHORT_SHARE * self.timeout_s)
+            if is_trial and reward.num_samples > 1 and answers[0].error is None:  # quick enough for two
+                pair, _ = self._call_with_lists(work.reward, reward, chunk * 2, begun)
+                answers = answers if pair[0].error is None else pair[:1]
             begun += len(chunk)
             self._send(answers)
         self._send([], last=True)
 
     def _call_with_lists(
         self, name: str, reward: ListReward, samples: Sequence[Mapping[str, Any]], first: int
-    ) -> list[wire.RewardAnswer]:
+    ) -> tuple[list[wire.RewardAnswer], bool]:
         """Judges samples in one call; returns their answers, numbered from `first`. If the call raises, each answer is
-        an error."""
+        an error. Also returns whether smaller calls may have fewer errors. They do not help if the call returned no
+        list, or one of a wrong length, because a list of the right length would then be chance."""
         self.progress.begin(len(samples))
         try:
             value = reward.function(**reward.arguments(samples))
             if inspect.isawaitable(value):
                 value = self.loop.run(_finish(value))
             parts = reward.parts(value, len(samples))
-            return [wire.RewardAnswer(first + i, found) for i, found in enumerate(parts)]
+            return [wire.RewardAnswer(first + i, found) for i, found in enumerate(parts)], False
         except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
-            text = self._report(name, error)
-            return [wire.RewardAnswer(first + i, error=text) for i in range(len(samples))]
+            text = self._report(name, error, reward.hint(error, samples[0]))
+            return [wire.RewardAnswer(first + i, error=text) for i in range(len(samples))], not isinstance(
+                error, NoList
+            )
         finally:
             self.pipes.restore()
 
@@ -213,10 +225,11 @@ class RewardServer:
     def _send(self, answers: list[wire.RewardAnswer], last: bool = False) -> None:
         self.pipes.send(wire.Answers(answers, last))
 
-    def _report(self, reward: str, error: BaseException) -> str:
-        """Writes an error to the log, with a traceback if the reward raised it, and returns it as one line."""
+    def _report(self, reward: str, error: BaseException, hint: str = "") -> str:
+        """Writes an error to the log, with a traceback if the reward raised it, and returns it as one line that ends
+        with `hint`."""
         is_value = isinstance(error, BadValue)
-        text = f"value: {error}" if is_value else f"raised: {one_line(error)}"
+        text = (f"value: {error}" if is_value else f"raised: {one_line(error)}") + hint
         self.pipes.write_log(
             f"reward {reward} {text}\n{'' if is_value else ''.join(traceback.format_exception(error))}"
         )
@@ -227,11 +240,17 @@ class BadValue(ValueError):
     """A reward function returned a value that is not a reward."""
 
 
+class NoList(BadValue):
+    """A reward with TRL's signature returned something else than a list with an entry for each completion."""
+
+
 LISTS = ("completions", "completion_ids")
 """Parameters by which a function of TRL's signature is recognised."""
 NOT_PASSED = ("trainer_state", "log_extra", "log_metric", "environments")
 """Arguments that TRL's trainer passes and that have no counterpart here."""
 MAX_SAMPLES = 64
+MISTAKEN_FORM = (TypeError, IndexError, KeyError, AttributeError)
+"""Errors that a function raises if it takes a text for a list of messages, or the other way round."""
 
 
 def takes_lists(function: Function) -> bool:
@@ -249,6 +268,8 @@ class ListReward:
 
     def __init__(self, function: Function, label: str):
         self.function = function
+        self.is_untried = True
+        """Whether this process has not called the function yet."""
         self.num_samples = 1
         """Samples for the next call; grows while calls are short."""
         parameters = inspect.signature(function).parameters.values()
@@ -282,14 +303,25 @@ class ListReward:
         if not isinstance(value, list | tuple) and hasattr(value, "tolist"):  # an array or a tensor
             value = value.tolist()
         if not isinstance(value, list | tuple):
-            raise BadValue(
-                f"the reward returned {_shown(value)}, a {type(value).__name__}; a reward that takes "
+            raise NoList(
+                f"the reward returned {_shown(value)}, {a_kind(value)}; a reward that takes "
                 f"{' or '.join(LISTS)} returns a list with a number for each of them"
             )
         if len(value) != count:
-            raise BadValue(f"the reward returned {len(value)} numbers for {count} completions; return one for each")
+            numbers = "1 number" if len(value) == 1 else f"{len(value)} numbers"
+            completions = "1 completion" if count == 1 else f"{count} completions"
+            raise NoList(f"the reward returned {numbers} for {completions}; return one for each")
         values = (entry.item() if getattr(entry, "ndim", None) == 0 else entry for entry in value)
         return [[] if entry is None else [(_finite(entry, ""), "reward", LAST)] for entry in values]
+
+    def hint(self, error: BaseException, sample: Mapping[str, Any]) -> str:
+        """Returns the end of a message about an `error` that the function raised: the form of completions, if the
+        function may have expected another."""
+        if not isinstance(error, MISTAKEN_FORM):
+            return ""
+        if isinstance(sample["prompt"], str):
+            return "; completions are text here, because the prompt is text"
+        return "; completions are lists of messages here, because the prompt is a chat"
 
     def note_duration(self, call_s: float, short_s: float) -> None:
         """Doubles the size of the next call if the last one took `call_s` < `short_s` seconds; otherwise halves it."""
@@ -333,7 +365,7 @@ def _positioned(entry: Any) -> tuple[float, str, int]:
 def _finite(value: Any, place: str) -> float:
     shown = _shown(value)
     if not isinstance(value, Real):  # bool is Real, and so are numpy's scalars
-        raise BadValue(f"the reward returned {shown}{place}, a {type(value).__name__}; return a finite number")
+        raise BadValue(f"the reward returned {shown}{place}, {a_kind(value)}; return a finite number")
     if not math.isfinite(value):
         raise BadValue(f"the reward returned {shown}{place}; return a finite number")
     return float(value)

@@ -116,20 +116,29 @@ class RewardPool:
         self._news = asyncio.Event()
         self._is_closed = False
 
+    async def load(self) -> set[str]:
+        """Loads every reward in a first process, unless one is ready. Returns the names of the rewards that need an
+        answer: a function of theirs has the parameter `answer` without a default."""
+        if not self._ready:
+            try:
+                self._ready.append(await self._start())
+            except UserError:
+                raise
+            except OffbeatError as error:
+                raise UserError(f"{error}; see {self.log_path}") from error
+        loaded = self._ready[0].rewards
+        parts = {name: [_part(name, part) for part in self._sums.get(name, ())] or [name] for name in self._names}
+        return {name for name in self._names if any(loaded[part].needs_answer for part in parts[name])}
+
     async def check(self, trials: Mapping[str, RewardInput] | None = None) -> dict[str, RewardResult]:
         """Loads every reward and tries it on one sample, to find errors before training. The sample is the entry of
         `trials` under the reward's name, or else `TRIAL`. Returns the result of each reward's trial."""
-        try:
-            self._ready.append(await self._start())
-        except UserError:
-            raise
-        except OffbeatError as error:
-            raise UserError(f"{error}; see {self.log_path}") from error
+        await self.load()
         results: dict[str, RewardResult] = {}
         for name in self._names:
             (result,) = await self.score(name, [(trials or {}).get(name, TRIAL)])
             if result.error is not None:
-                raise UserError(f"reward {name}: its trial on one sample failed: {result.error}; see {self.log_path}")
+                raise UserError(f"reward {name}: its trial failed: {result.error}; see {self.log_path}")
             results[name] = result
         return results
 

@@ -43,6 +43,8 @@ class RewardsLoaded(msgspec.Struct):
     arguments: tuple[str, ...]
     in_turn: bool
     """Whether samples are judged one after another; False: concurrently, or many in one call."""
+    needs_answer: bool
+    """Whether the function has a parameter `answer` without a default."""
 
 
 class Ready(msgspec.Struct, tag=True):

@@ -240,7 +240,8 @@ async def check_engines(config: Config, url: str, within_s: float) -> list[Findi
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     try:
         if program is None:
-            raise ProbeFailed(f'engine.python = "{python}": no such program; give a path, such as ~/vllm/bin/python')
+            remedy = "make this environment, or give the path of another Python"
+            raise ProbeFailed(f'engine.python = "{python}": no such program; {remedy}')
         path = os.path.abspath(program)
         found = json.loads(await ask((path, "-c", FIND_ENGINES), within_s, cwd="/", env=environment))
     except (ProbeFailed, ValueError) as error:
