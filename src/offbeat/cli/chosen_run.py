@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from offbeat.config.schema import RunConfig
-from offbeat.launch.run_folder import CONFIG, LEDGER, newest_run
+from offbeat.launch.run_folder import CONFIG, LEDGER, newest_run, started_in
 
 RUN_HELP = "a run's folder, or its name; without it, the newest run"
 
@@ -20,6 +22,18 @@ def chosen_run(given: str | None) -> Path:
         print(f"the newest run: {run}", file=sys.stderr)
         return run
     return parent / given if not Path(given).exists() and (parent / given).is_dir() else Path(given)
+
+
+@contextlib.contextmanager
+def where_it_started(run: Path) -> Iterator[Path]:
+    """Works in the folder in which `run` was started while the block lasts, because relative paths in its configuration
+    count from there. Yields the path of the run's folder."""
+    home, path = started_in(run), run.absolute()
+    if home == Path.cwd():
+        yield run
+        return
+    with contextlib.chdir(home):
+        yield path
 
 
 def is_run(word: str) -> bool:

@@ -59,6 +59,18 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.name:
         overrides = [*overrides, f"--run.name={arguments.name}"]
     config, resume = resolve(arguments.config, overrides, arguments.resume)
+    if resume is None:
+        return _start(arguments, overrides, config, None)
+    from offbeat.cli.chosen_run import where_it_started
+
+    if arguments.config is not None:
+        arguments.config = str(Path(arguments.config).absolute())
+    with where_it_started(resume) as resume:
+        return _start(arguments, overrides, config, resume)
+
+
+def _start(arguments: argparse.Namespace, overrides: list[str], config: Config, resume: Path | None) -> int:
+    """Starts or resumes a run, or previews it; returns the exit status."""
     from offbeat.cli.preview import check
     from offbeat.launch.engine_parts import check_engine
 
