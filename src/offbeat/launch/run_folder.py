@@ -435,8 +435,7 @@ def newest_run(parent: Path) -> Path:
 
 def started_in(run: Path) -> Path:
     """Returns the folder in which a run was last started or resumed, from which relative paths in its configuration
-    count. If `run.dir` is no longer there, as with a run that was copied to another machine, returns the current folder.
-    """
+    count. If `run.dir` is no longer there, as after a copy to another machine, returns the current folder."""
     folders = [event["folder"] for event in read_events(run / EVENTS) if isinstance(event.get("folder"), str)]
     parent = Path(stored_config(run).get("run", {}).get("dir", RunConfig().dir))
     for folder in map(Path, reversed(folders)):
