@@ -46,6 +46,13 @@ def test_a_run_is_shown_from_another_folder_than_its_model_is_named_from(elsewhe
     assert capsys.readouterr().out == "no training answers yet\n"
 
 
+def test_a_name_that_no_run_has_is_answered_with_those_that_there_are(elsewhere, monkeypatch, capsys):
+    monkeypatch.chdir(elsewhere.parent.parent)
+    for words in (["show", "nobody"], ["export", "nobody", "out"], ["train", "--resume", "nobody"]):
+        assert main(words) == 2
+        assert capsys.readouterr().err == "offbeat: runs/nobody: there is no such run; runs has a\n"
+
+
 @pytest.mark.full
 def test_a_run_of_a_file_and_a_reward_goes_on_from_another_folder(tmp_path):
     project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"

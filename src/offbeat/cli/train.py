@@ -164,6 +164,7 @@ def resolve(file: str | None, overrides: list[str], resume: str | None) -> tuple
 
 
 def _run_to_resume(file: str | None, overrides: list[str], resume: str) -> Path:
+    from offbeat.cli.chosen_run import named_run
     from offbeat.launch.run_folder import newest_run, stored_config
 
     about_run = overrides if file else _of_section("run", overrides)
@@ -171,9 +172,7 @@ def _run_to_resume(file: str | None, overrides: list[str], resume: str) -> Path:
     if not resume:
         path = Path(run.dir) / run.name if run.name else newest_run(Path(run.dir))
     else:
-        path = Path(resume)
-        if not path.exists() and (Path(run.dir) / resume).exists():
-            path = Path(run.dir) / resume
+        path = named_run(resume, Path(run.dir))
     stored_config(path)
     return path
 

@@ -124,7 +124,7 @@ class RewardServer:
             if name in self.lists:
                 rewards[name] = wire.RewardsLoaded(wire.ARGUMENTS, in_turn=False)
                 continue
-            arguments = accepted_arguments(function, wire.ARGUMENTS, f"reward {name}")
+            arguments = accepted_arguments(function, wire.ARGUMENTS, f"reward {name}", wire.OTHER_NAMES)
             rewards[name] = wire.RewardsLoaded(arguments, in_turn=not is_async(function))
         return wire.Ready(rewards)
 
