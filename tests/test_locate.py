@@ -46,7 +46,7 @@ def test_a_file_that_does_not_import_is_the_users_to_mend(tmp_path):
     (tmp_path / "values.py").write_text("judge = 3\n")
     missing = refusal(locate, f"{tmp_path}/needy.py:judge", "task.reward")
     assert "No module named 'a_package_that_is_missing' (needy.py:1)" in missing
-    assert "judge is a int, not a function" in refusal(locate, f"{tmp_path}/values.py:judge", "task.reward")
+    assert "judge is an int, not a function" in refusal(locate, f"{tmp_path}/values.py:judge", "task.reward")
 
 
 def test_arguments_are_those_that_the_parameters_name():

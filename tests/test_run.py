@@ -186,11 +186,11 @@ def test_a_callback_that_raises_gets_no_more_rows_and_the_run_goes_on(tmp_path, 
 @pytest.mark.parametrize(
     "given, told",
     [
-        ({"callbacks": [3]}, "^callbacks: 3 is a int; give a function of a row"),
+        ({"callbacks": [3]}, "^callbacks: 3 is an int; give a function of a row"),
         ({"loggers": [print]}, r"^loggers: .* give an object with a method log\(row\)"),
         ({"callbacks": [brief]}, "^callback brief: is async"),
         ({"task": [{"question": "a"}]}, "^task: row 1 has no column 'prompt'"),
-        ({"reward": 3}, "^reward: 3 is a int"),
+        ({"reward": 3}, "^reward: 3 is an int"),
     ],
 )
 @pytest.mark.parametrize("wait", [True, False])

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from offbeat.errors import UserError
-from offbeat.spelling import suggest
+from offbeat.spelling import kind_of, suggest
 
 Function = Callable[..., Any]
 
@@ -35,7 +35,7 @@ def locate(spec: str, key: str) -> Function:
         own = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         raise UserError(f"{key} = {spec!r}: {where} has no function {name!r}; {suggest(name, own)}")
     if not callable(function):
-        raise UserError(f"{key} = {spec!r}: {name} is a {type(function).__name__}, not a function")
+        raise UserError(f"{key} = {spec!r}: {name} is {kind_of(function)}, not a function")
     return function
 
 

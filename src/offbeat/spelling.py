@@ -1,4 +1,5 @@
-"""Suggests names in place of a name that does not exist: the most similar name, or a list. Standard library only."""
+"""Words for errors: a suggestion in place of a name that does not exist, and the type of a value with its article.
+Standard library only."""
 
 from __future__ import annotations
 
@@ -28,6 +29,12 @@ def suggest(word: str, choices: Iterable[str]) -> str:
         return "there are no others"
     more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
     return f"allowed {', '.join(names[:MAX_LISTED])}{more}"
+
+
+def kind_of(value: object) -> str:
+    """Returns a value's type with its article, such as `a str` or `an int`."""
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 def _plain(word: str) -> str:

@@ -124,7 +124,7 @@ def test_blank_lines_and_a_byte_order_mark_are_skipped_and_lines_still_counted(t
         ('{"prompt": "a"}\n{"prompt": \n', ":2: this line is not JSON: "),
         ('{"prompt": "a"}\n\n[1]\n', ":3: this line is a JSON list; it must be an object"),
         ('{"prompt": "a"}\n{"promt": "b"}\n', ":2: the row has no column 'prompt'; did you mean 'promt'?"),
-        ('{"prompt": 5}\n', ":1: prompt is 5, a int; a prompt must be text"),
+        ('{"prompt": 5}\n', ":1: prompt is 5, an int; a prompt must be text"),
         ('{"prompt": null}\n', ":1: prompt is None, a NoneType"),
         ('{"prompt": ""}\n', ":1: prompt is empty"),
         ('{"prompt": [{"role": "user"}]}\n', ":1: prompt is a list; for chat messages set task.messages = 'prompt'"),

@@ -47,5 +47,5 @@ def test_what_a_function_does_wrong_is_one_line():
     assert "unknown key 'promt'; did you mean 'prompt'?" in refusal(lambda ordinal: {"promt": "x"})
     assert "prompt is None, a NoneType" in refusal(lambda ordinal: {"answer": "x"})
     assert "needs role and content" in refusal(lambda ordinal: {"prompt": ["x"]})
-    assert "info is 3, a int" in refusal(lambda ordinal: {"prompt": "x", "info": 3})
+    assert "info is 3, an int" in refusal(lambda ordinal: {"prompt": "x", "info": 3})
     assert "no argument is passed for parameter 'index'" in refusal(lambda index: {"prompt": "x"})

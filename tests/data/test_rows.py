@@ -51,10 +51,10 @@ def test_chats_are_recognised_by_their_first_row(tmp_path):
     [
         ([], "^task: has no rows"),
         ([{"question": "a"}], r"^task: row 1 has no column 'prompt'; allowed question; name it as in task="),
-        ([*ROWS, {"prompt": 3}], "^task: row 6: prompt is 3, a int; a prompt must be text"),
+        ([*ROWS, {"prompt": 3}], "^task: row 6: prompt is 3, an int; a prompt must be text"),
         ([*ROWS, "a"], "^task: row 6 is 'a', a str; give a dict"),
         (DatasetDict(train=Dataset.from_list(ROWS)), "^task: is a dict of train; give one split"),
-        (7, "^task: 7 is a int; give a list of dicts"),
+        (7, "^task: 7 is an int; give a list of dicts"),
     ],
 )
 def test_what_is_wrong_is_one_line_with_the_row(rows, told, tmp_path):

@@ -14,7 +14,7 @@ from typing import Any
 from offbeat.data.prompts import Problem, answer_text, plain, prompt_messages, prompt_text
 from offbeat.errors import UserError
 from offbeat.locate import accepted_arguments, locate, one_line
-from offbeat.spelling import suggest
+from offbeat.spelling import kind_of, suggest
 
 KEYS = ("prompt", "answer", "info")
 
@@ -64,12 +64,12 @@ def _problem(found: Any, place: str) -> Problem:
     if isinstance(found, Problem):
         return found
     if not isinstance(found, Mapping):
-        raise UserError(f"{place}: the result is {found!r:.60}, a {type(found).__name__}; return a dict with prompt")
+        raise UserError(f"{place}: the result is {found!r:.60}, {kind_of(found)}; return a dict with prompt")
     for key in found:
         if key not in KEYS:
             raise UserError(f"{place}: the function returned an unknown key {key!r}; {suggest(str(key), KEYS)}")
     prompt, info = found.get("prompt"), found.get("info", {})
     if not isinstance(info, Mapping):
-        raise UserError(f"{place}: info is {info!r:.60}, a {type(info).__name__}; return a dict")
+        raise UserError(f"{place}: info is {info!r:.60}, {kind_of(info)}; return a dict")
     check = prompt_messages if isinstance(prompt, list) else prompt_text
     return Problem(check(prompt, f"{place}: prompt"), answer=answer_text(found.get("answer")), info=plain(info))

@@ -19,7 +19,7 @@ from typing import Any
 from offbeat.data.prompts import Problem
 from offbeat.errors import UserError
 from offbeat.extras import import_extra
-from offbeat.spelling import suggest
+from offbeat.spelling import kind_of, suggest
 
 CHUNK = 500
 """Problems per chunk: reasoning-gym's default size, with which every data set is tested."""
@@ -128,7 +128,7 @@ def _to_plain(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float):
         return value
     raise UserError(
-        f"a problem of reasoning-gym holds a {type(value).__name__}, which cannot be sent to its reward; choose "
+        f"a problem of reasoning-gym holds {kind_of(value)}, which cannot be sent to its reward; choose "
         "another data set"
     )
 

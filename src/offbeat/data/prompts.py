@@ -22,6 +22,7 @@ import numpy as np
 from blake3 import blake3
 
 from offbeat.errors import UserError
+from offbeat.spelling import kind_of
 
 
 class Rendered(Protocol):
@@ -297,5 +298,5 @@ def prompt_text(value: Any, place: str) -> str:
     """Checks that `value` is a non-empty text and returns it; `place` is for error messages."""
     if isinstance(value, str) and value:
         return value
-    kind = "empty" if value == "" else f"{value!r:.60}, a {type(value).__name__}"
+    kind = "empty" if value == "" else f"{value!r:.60}, {kind_of(value)}"
     raise UserError(f"{place} is {kind}; a prompt must be text, and not empty")

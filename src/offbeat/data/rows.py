@@ -14,7 +14,7 @@ import msgspec
 
 from offbeat.data.prompts import plain, prompt_messages, prompt_text
 from offbeat.errors import UserError
-from offbeat.spelling import suggest
+from offbeat.spelling import kind_of, suggest
 
 MAX_ROWS = 5_000_000
 """Limit on the number of rows, to detect endless iterables. It takes about two minutes to reach."""
@@ -28,7 +28,7 @@ def record(rows: Any, file: Path, task: Mapping[str, Any], label: str) -> dict[s
     if isinstance(rows, Mapping):
         raise UserError(f"{label}: is a dict of {', '.join(map(str, rows))}; give one split, or a list of rows")
     if isinstance(rows, str) or not isinstance(rows, Iterable):
-        raise UserError(f"{label}: {rows!r:.60} is a {type(rows).__name__}; give a list of dicts or another iterable")
+        raise UserError(f"{label}: {rows!r:.60} is {kind_of(rows)}; give a list of dicts or another iterable")
     settings = {**task, "source": "file", "path": str(file)}
     num_rows = 0
     with file.open("wb") as out:
@@ -55,7 +55,7 @@ def _messages(row: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, 
 
 def _checked(row: Any, settings: Mapping[str, Any], place: str) -> dict[str, Any]:
     if not isinstance(row, Mapping):
-        raise UserError(f"{place} is {row!r:.60}, a {type(row).__name__}; give a dict with a prompt")
+        raise UserError(f"{place} is {row!r:.60}, {kind_of(row)}; give a dict with a prompt")
     column = settings.get("messages") or settings.get("prompt", "prompt")
     if column not in row:
         raise UserError(

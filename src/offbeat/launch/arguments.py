@@ -12,6 +12,7 @@ from offbeat.config import DEMO, Config, from_dict, load, resolved
 from offbeat.config.keys import TASK_MODELS
 from offbeat.data.mixture import RewardSpec
 from offbeat.errors import UserError
+from offbeat.spelling import kind_of
 
 SHORT = {"model": "model.path", "steps": "run.steps", "name": "run.name", "lr": "optimizer.lr"}
 """Short names of arguments, and the configuration keys for which they stand."""
@@ -88,7 +89,7 @@ def read_reward(reward: Any) -> tuple[RewardSpec | None, dict[str, float]]:
         named = dict(reward)
     else:
         raise UserError(
-            f"reward: {reward!r:.60} is a {type(reward).__name__}; give a function, a list of functions, or a dict of "
+            f"reward: {reward!r:.60} is {kind_of(reward)}; give a function, a list of functions, or a dict of "
             "functions by name"
         )
     functions, weights = dict[str, Any](), dict[str, float]()

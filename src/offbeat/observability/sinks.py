@@ -20,6 +20,7 @@ from typing import Any, Final, Protocol
 
 from offbeat.errors import UserError
 from offbeat.locate import is_async, one_line
+from offbeat.spelling import kind_of
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class GivenSink:
         function = getattr(given, "log", None) if is_logger else given
         if not callable(function):
             wanted = "an object with a method log(row)" if is_logger else "a function of a row"
-            raise UserError(f"{kind}s: {given!r:.60} is a {type(given).__name__}; give {wanted}")
+            raise UserError(f"{kind}s: {given!r:.60} is {kind_of(given)}; give {wanted}")
         if is_async(function):
             raise UserError(f"{self.name}: is async, and nothing awaits it; give a plain function")
         self._function, self._stop = function, stop

@@ -33,6 +33,7 @@ from offbeat.errors import UserError
 from offbeat.locate import Function, accepted_arguments, is_async, one_line
 from offbeat.rewards import wire
 from offbeat.rewards.verifiers import load_reward
+from offbeat.spelling import kind_of
 
 SEND_EVERY_S = 0.005
 """Answers are collected for this long before they are sent. If the process is killed, at most this much work is lost
@@ -283,7 +284,7 @@ class ListReward:
             value = value.tolist()
         if not isinstance(value, list | tuple):
             raise BadValue(
-                f"the reward returned {_shown(value)}, a {type(value).__name__}; a reward that takes "
+                f"the reward returned {_shown(value)}, {kind_of(value)}; a reward that takes "
                 f"{' or '.join(LISTS)} returns a list with a number for each of them"
             )
         if len(value) != count:
@@ -333,7 +334,7 @@ def _positioned(entry: Any) -> tuple[float, str, int]:
 def _finite(value: Any, place: str) -> float:
     shown = _shown(value)
     if not isinstance(value, Real):  # bool is Real, and so are numpy's scalars
-        raise BadValue(f"the reward returned {shown}{place}, a {type(value).__name__}; return a finite number")
+        raise BadValue(f"the reward returned {shown}{place}, {kind_of(value)}; return a finite number")
     if not math.isfinite(value):
         raise BadValue(f"the reward returned {shown}{place}; return a finite number")
     return float(value)
