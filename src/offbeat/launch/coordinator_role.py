@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +82,7 @@ async def serve(folder: RunFolder) -> dict[str, Any]:
             counts=await runtime.coordinator.call(runtime.ledger.counts),
         )
         await _let_workers_leave(runtime, config.rollout.lease_s)
-        await runtime.coordinator.call(partial(runtime.ledger.note_seen, is_last=True), dict(runtime.coordinator.seen))
+        await runtime.coordinator.call(runtime.ledger.note_seen, dict(runtime.coordinator.seen), is_last=True)
         return summary
 
 
