@@ -13,7 +13,7 @@ import inspect
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,9 +39,12 @@ def locate(spec: str, key: str) -> Function:
     return function
 
 
-def accepted_arguments(function: Function, offered: Sequence[str], label: str) -> tuple[str, ...]:
+def accepted_arguments(
+    function: Function, offered: Sequence[str], label: str, other_names: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
     """Returns the names in `offered` that a function takes as keyword arguments. Raises `UserError` if it takes none of
-    them, or requires an argument that is not among them; `label` names the function in errors."""
+    them, or requires an argument that is not among them; `label` names the function in errors. `other_names` are names
+    that other programs have for those in `offered`, for hints."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
@@ -54,7 +57,8 @@ def accepted_arguments(function: Function, offered: Sequence[str], label: str) -
         if p.kind is p.POSITIONAL_ONLY:
             raise UserError(f"{label}: parameter {p.name!r} is positional-only; arguments are passed by keyword")
         if p.name not in offered and p.default is p.empty and p.kind is not p.VAR_POSITIONAL:
-            raise UserError(f"{label}: no argument is passed for parameter {p.name!r}; {suggest(p.name, offered)}")
+            known = (other_names or {}).get(p.name, p.name)
+            raise UserError(f"{label}: no argument is passed for parameter {p.name!r}; {suggest(known, offered)}")
     accepted = {p.name for p in parameters}
     if not accepted & set(offered):
         raise UserError(f"{label}: its parameters must include at least one of {', '.join(offered)}")

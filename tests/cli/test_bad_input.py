@@ -280,7 +280,7 @@ def test_an_export_that_cannot_be_is_told(offbeat):
     run, taken = offbeat.folder / "run", offbeat.folder / "taken"
     taken.mkdir()
     (taken / "thesis.tex").touch()
-    assert offbeat.fails("export", "run", "out") == "run: there is no such run"
+    assert offbeat.fails("export", "run", "out") == "runs/run: there is no such run"
     assert offbeat.fails("export", "taken", "out") == "taken: holds no run (it has no config.json); give a run's folder"
     run.mkdir()
     (run / "config.json").write_text("{}")

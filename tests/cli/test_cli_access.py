@@ -86,6 +86,15 @@ def test_the_list_tells_who_is_away_and_since_when(folder, capsys):
     assert {name: cells[2] for name, cells in listed().items()} == {"killed": "away", "box": "left", "big": "away"}
 
 
+def test_nobody_is_there_once_the_coordinator_has_ended(folder, capsys):
+    with ledger_at(folder, 0) as ledger:
+        ledger.redeem(ledger.issue_token(Role.TRAINER, 5), "big", {}, secret_hash(new_secret()))
+        ledger.note_seen({"big": time.time()})
+        ledger.note_seen({}, is_last=True)
+    run("list", folder)
+    assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["big", "trainer", "away"]
+
+
 def test_a_revoked_worker_is_revoked(folder, capsys):
     secret = joined(folder, capsys, "box")
     assert run("revoke", folder, "box", "--reason", "sold") == 0

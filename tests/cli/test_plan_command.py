@@ -88,7 +88,8 @@ def test_a_model_that_fits_no_class_says_what_memory_would_do(refused):
 WORDS = {
     "no plan for the money": (["--budget", "3"], "no plan: budget: 3.00 $/h is too little"),
     "no plan so fast": (["--throughput", "1e9"], "tokens/s is the most; ask for that or less"),
-    "no money": (["--budget", "0"], "--budget is 0; it must be"),
+    "no money": (["--budget", "0"], "no plan: budget: 0.00 $/h is too little"),
+    "less than no money": (["--budget=-1"], "--budget is -1; it must be"),
     "not a number": (["--throughput", "nan"], "--throughput is nan; it must be"),
     "two aims": (["--budget", "9", "--throughput", "9"], "not allowed with argument --budget"),
     "an unknown class": (["--add", "h21:2"], "add h21: neither a class nor an accelerator of the catalogue"),
@@ -97,6 +98,7 @@ WORDS = {
     "no constants": (["--constants", "none.toml"], "none.toml cannot be read: No such file"),
     "no plan there": (["--verify", "none.json"], "--verify none.json cannot be read: No such file"),
     "verify and an aim": (["--verify", "none.json", "--budget", "9"], "--budget and --verify do not go together"),
+    "verify and no money": (["--verify", "none.json", "--budget", "0"], "--budget and --verify do not go together"),
     "json and words": (["--json", "--explain"], "--json and --explain do not go together"),
     "no folder": (["--frontier", "no/where.html"], "--frontier no/where.html: the folder no does not exist"),
     "misspelt": (["--buget", "3"], "--buget: unknown option; did you mean --budget?"),

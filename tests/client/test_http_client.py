@@ -1,6 +1,8 @@
 """Workers and trainers over HTTP: the same calls and the same errors as beside the coordinator, only further away."""
 
 import asyncio
+import ssl
+import threading
 import time
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -456,3 +458,50 @@ def test_calls_share_a_session_whose_connections_are_kept():
             await connection.close()
 
     assert asyncio.run(scenario())
+
+
+@pytest.fixture
+def tls_server(tmp_path):
+    """A server that speaks only TLS, with a certificate for coordinator.example; yields its port, and the CA's file."""
+    trustme = pytest.importorskip("trustme")
+    ca = trustme.CA()
+    ca.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    ca.issue_cert("coordinator.example").configure_cert(tls)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    started = asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0, ssl=tls)
+    server = asyncio.run_coroutine_threadsafe(started, loop).result(10)
+    yield server.sockets[0].getsockname()[1], tmp_path / "ca.pem"
+    loop.call_soon_threadsafe(server.close)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def told_by_a_call(folder: Path, url: str, ca_file: Path | None = None) -> str:
+    async def scenario():
+        connection = Connection(url, "secret", ca_file=ca_file, patience_s=2.0)
+        try:
+            await RemoteWorker(connection, folder).heartbeat([])
+        finally:
+            await connection.close()
+
+    with pytest.raises(UserError) as error:
+        asyncio.run(scenario())
+    return str(error.value)
+
+
+def test_http_to_a_coordinator_with_tls_is_told_at_once(tmp_path, tls_server):
+    port, _ = tls_server
+    told = told_by_a_call(tmp_path, f"http://127.0.0.1:{port}")
+    assert told == f"http://127.0.0.1:{port}: speaks https; join with https://127.0.0.1:{port}"
+
+
+def test_a_certificate_for_another_name_is_told_with_the_names_that_it_has(tmp_path, tls_server):
+    port, ca_file = tls_server
+    for host in ("localhost", "127.0.0.1"):
+        told = told_by_a_call(tmp_path, f"https://{host}:{port}", ca_file)
+        assert told.startswith(f"https://{host}:{port}: its TLS certificate is not for {host}, but for coordinator.ex")
+    assert told_by_a_call(tmp_path, f"https://127.0.0.1:{port}").endswith("yourself, pass --ca-file FILE")

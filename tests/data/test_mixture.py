@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from offbeat.config.schema import ArithmeticTask, FileTask, FunctionTask, GymTask
 from offbeat.data.arithmetic import Arithmetic
-from offbeat.data.mixture import Mixture, WeightedSource, build_mixture
+from offbeat.data.mixture import Mixture, WeightedSource, build_mixture, source_names
 from offbeat.errors import OffbeatError, UserError
 
 weights_lists = st.lists(st.floats(0.01, 100), min_size=1, max_size=6)
@@ -80,6 +80,8 @@ def test_every_kind_of_task_becomes_a_source(tmp_path):
     ]
     mixture = build_mixture(tasks, seed=0)
     assert list(mixture.members) == ["arithmetic", "chain_sum", "data", "pose"]
+    assert source_names(tasks) == list(mixture.members)
+    assert source_names([*tasks, tasks[0]])[-1] == "arithmetic-2"
     assert mixture.members["chain_sum"].system == "think"
     assert mixture.rewards == {"number": "number", "gym": "gym", "exact": "exact"}
     assert mixture.members["data"].problem(0).answer == "b"

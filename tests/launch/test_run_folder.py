@@ -16,7 +16,7 @@ from offbeat.config import fixed_keys, load, resolved
 from offbeat.config.schema import DEMO
 from offbeat.errors import DiskError, OffbeatError, UserError
 from offbeat.files import cannot_write
-from offbeat.launch.run_folder import RunFolder, check_resumable, newest_run, plain
+from offbeat.launch.run_folder import RunFolder, check_resumable, newest_run, plain, started_in
 from offbeat.ledger.ledger import Ledger
 from offbeat.weights.version import Version
 
@@ -438,3 +438,24 @@ def test_a_resumed_run_writes_as_privately_as_before_and_leaves_the_folder_to_it
         (folder.path / "new").touch()
     assert modes(folder.path)[str(folder.path / "new")] == 0
     assert modes(folder.path)[str(folder.path)] == 0o50
+
+
+def test_relative_paths_of_a_run_count_from_the_folder_that_it_was_started_in(tmp_path, monkeypatch):
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    project.mkdir()
+    elsewhere.mkdir()
+    monkeypatch.chdir(project)
+    RunFolder.create(load(None, ["--run.name=a"])).close()
+    monkeypatch.chdir(elsewhere)
+    assert started_in(project / "runs" / "a") == project
+    RunFolder.open(project / "runs" / "a").close()
+    assert started_in(project / "runs" / "a") == project
+
+
+def test_relative_paths_of_a_project_that_was_copied_count_from_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+    RunFolder.create(load(None, ["--run.name=a"])).close()
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree("project", "copy")
+    assert started_in(tmp_path / "copy" / "runs" / "a") == tmp_path

@@ -121,7 +121,9 @@ def test_a_smaller_budget_is_kept_and_the_cheapest_plan_reaches_its_throughput()
     [
         ({"budget": 5.0}, "no plan: budget: 5.00 .* suffices"),
         ({"throughput": 1e9}, "no plan: throughput: .* is the most"),
-        ({"budget": 0.0}, "budget is 0; it must be"),
+        ({"budget": 0.0}, "no plan: budget: 0.00 .* suffices"),
+        ({"budget": -1.0}, "budget is -1; it must be"),
+        ({"throughput": 0.0}, "throughput is 0; it must be"),
     ],
 )
 def test_what_cannot_be_is_one_line_with_a_remedy(aim, told):
@@ -180,10 +182,20 @@ def test_the_error_of_the_cost_model_is_known_only_when_every_card_was_measured(
     errors = {"h20.decode": HeldOut(0.06, 0.1, 0.2, 9), "h20.train": HeldOut(0.08, 0.1, 0.2, 4)}
     half = plan(HEX, SEVEN, constants=Constants(errors=errors))
     assert half.certificate.held_out_error is None
-    assert "not fitted" in text.format_plan(half)
+    assert "not fitted, so rates (≈) may be wrong by a factor" in text.format_plan(half)
     whole = plan(HEX, SEVEN, constants=Constants(errors={**errors, "h800-hex.decode": HeldOut(0.03, 0.1, 0.2, 9)}))
     assert whole.certificate.held_out_error == 0.08
     assert "off by 8.0% on held-out" in text.format_plan(whole)
+    assert f" {whole.step.tokens_per_s:,.0f} tokens/s, " in text.sentence(whole)
+    assert f" ≈{round(half.step.tokens_per_s, -3):,.0f} tokens/s, " in text.sentence(half)
+
+
+def test_a_single_node_needs_another_or_the_bound_at_which_nodes_take_turns():
+    one = what_if.changed(HEX, remove={"h20": HEX.classes["h20"].num_nodes, "h800": HEX.classes["h800"].num_nodes - 1})
+    told = r"no plan: hardware: a node either trains or generates, .* offer more nodes, or set max_staleness = 0, with"
+    with pytest.raises(UserError, match=told):
+        plan(one, SEVEN)
+    assert plan(one, dataclasses.replace(SEVEN, bound=0)).step.tokens_per_s > 0
 
 
 def test_the_account_begins_with_what_to_rent_and_tells_every_assumption(found):
@@ -220,6 +232,7 @@ def test_a_class_of_one_node_is_planned_and_its_second_node_is_left_unknown():
     found = plan(LAB, SEVEN)
     assert found.step.price_per_h == 0
     assert text.sentence(found).startswith("Use ")
+    assert plan(LAB, SEVEN, budget=0.0).rent == found.rent
     assert any(line.startswith("one more node of a100: unknown") for line in what_would_help(LAB, SEVEN, found))
 
 

@@ -253,7 +253,8 @@ def test_check_finds_what_is_wrong_before_training(tmp_path):
     assert "no such reward; did you mean 'number'?" in complaint("nubmer")
     assert "has no function 'obay'; did you mean 'obey'?" in complaint(f"{FILE}:obay")
     assert "SyntaxError: expected ':' (broken.py:1)" in complaint(f"{broken}:judge")
-    assert "no argument is passed for parameter 'solution'" in complaint(f"{FILE}:judge_without_asking")
+    assert complaint(f"{FILE}:judge_without_asking").endswith("parameter 'solution'; did you mean 'answer'?")
+    assert complaint(lambda completion: 1.0).endswith("parameter 'completion'; did you mean 'response'?")
     assert "its trial failed: raised: ValueError" in complaint(OBEY, trial="raise x")
 
 

@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from offbeat.config.schema import RunConfig
-from offbeat.launch.run_folder import CONFIG, LEDGER, newest_run
+from offbeat.launch.run_folder import CONFIG, LEDGER, newest_run, started_in
 
 RUN_HELP = "a run's folder, or its name; without it, the newest run"
 
 
 def chosen_run(given: str | None) -> Path:
-    """Returns the folder of the run `given`, which is a folder, or a name in the default `run.dir`. If `given` is None,
-    returns the newest run in that directory, and names it on standard error."""
+    """Returns the folder of the run `given`, which is a folder, or a name in the default `run.dir`, even if there is no
+    run of that name. If `given` is None, returns the newest run in that directory, and names it on standard error."""
     parent = Path(RunConfig().dir)
     if given is None:
         run = newest_run(parent)
         print(f"the newest run: {run}", file=sys.stderr)
         return run
-    return parent / given if not Path(given).exists() and (parent / given).is_dir() else Path(given)
+    return named_run(given, parent)
+
+
+def named_run(given: str, parent: Path) -> Path:
+    """Returns `given` as a folder or, if there is no such folder, as a name in `parent`."""
+    is_name = len(Path(given).parts) == 1 or (parent / given).is_dir()
+    return parent / given if is_name and not Path(given).exists() else Path(given)
+
+
+@contextlib.contextmanager
+def where_it_started(run: Path) -> Iterator[Path]:
+    """Works in the folder in which `run` was started while the block lasts, because relative paths in its configuration
+    count from there. Yields the path of the run's folder."""
+    home, path = started_in(run), run.absolute()
+    if home == Path.cwd():
+        yield run
+        return
+    with contextlib.chdir(home):
+        yield path
 
 
 def is_run(word: str) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
-from offbeat.cli.chosen_run import chosen_run
+from offbeat.cli.chosen_run import chosen_run, where_it_started
 from offbeat.cli.parser import Parser
 from offbeat.config import Config, load
 from offbeat.launch.run_folder import CONFIG, LEDGER
@@ -36,22 +37,28 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     words = [*overrides, *(f"--{key}={value}" for key, value in given if value is not None), "--run.name=none"]
     source = _run_of(arguments.model)
     tasks = _run_of(arguments.config) if arguments.config is not None else source
-    if source is None:
-        words.append(f"--model.path={arguments.model}")
-    file = tasks / CONFIG if tasks is not None else arguments.config
-    config = load(file, words)
-    from offbeat.cli.preview import check
+    with ExitStack() as stack:
+        if source is not None:
+            source = source.absolute()
+        else:
+            model = Path(arguments.model).expanduser()
+            words.append(f"--model.path={model.absolute() if model.is_dir() else arguments.model}")
+        if tasks is not None:
+            tasks = stack.enter_context(where_it_started(tasks))
+        file = tasks / CONFIG if tasks is not None else arguments.config
+        config = load(file, words)
+        from offbeat.cli.preview import check
 
-    check(config)
-    from offbeat.tools.evaluate import check_rewards, evaluate, weights_of
+        check(config)
+        from offbeat.tools.evaluate import check_rewards, evaluate, weights_of
 
-    if tasks is not None:
-        check_rewards(tasks, config)
-    if source is None:
+        if tasks is not None:
+            check_rewards(tasks, config)
+        if source is not None:
+            with where_it_started(source):
+                folder = stack.enter_context(weights_of(source))
+            config = load(file, [*words, f"--model.path={folder}"])
         figures = evaluate(config, home=tasks)
-    else:
-        with weights_of(source) as folder:
-            figures = evaluate(load(file, [*words, f"--model.path={folder}"]), home=tasks)
     _print(figures, config, as_json=arguments.json)
     return 0
 
@@ -69,7 +76,8 @@ def _print(figures: dict[str, float], config: Config, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(figures))
         return
-    names = [getattr(task, "name", None) or getattr(task, "path", None) or task.source for task in config.task]
-    print(f"{'task':<24} {', '.join(names)}")
+    from offbeat.data.mixture import source_names
+
+    print(f"{'task':<24} {', '.join(source_names(config.task))}")
     for name, value in figures.items():
         print(f"{name:<24} {value:.4g}" if isinstance(value, float) else f"{name:<24} {value}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from offbeat.cli.chosen_run import RUN_HELP, chosen_run
+from offbeat.cli.chosen_run import RUN_HELP, chosen_run, where_it_started
 from offbeat.cli.parser import Parser
 
 
@@ -22,7 +22,10 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     stored_config(source)
     from offbeat.tools.export import adapter_folder, export_run
 
-    step = export_run(source, Path(folder), adapter_alone=arguments.adapter)
+    here = Path.cwd()
+    with where_it_started(source) as path:
+        target = Path(folder) if Path.cwd() == here else here / folder
+        step = export_run(path, target, adapter_alone=arguments.adapter)
     if arguments.adapter:
         print(f"{folder}: the adapter of {source} after {step} steps, for peft and vLLM; it needs model.path")
         return 0

@@ -19,7 +19,12 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("cluster", metavar="CLUSTER.toml", help="machines that are available")
     parser.add_argument("workload", metavar="WORKLOAD.toml", help="the model, its lengths, and what a step asks for")
     aim = parser.add_mutually_exclusive_group()
-    aim.add_argument("--budget", metavar="$/h", type=float, help="the most to spend; without it, all machines")
+    aim.add_argument(
+        "--budget",
+        metavar="$/h",
+        type=float,
+        help="the most to spend; 0: only machines that cost nothing; without it, all",
+    )
     aim.add_argument("--throughput", metavar="TOK/S", type=float, help="tokens per second to reach at the least cost")
     parser.add_argument("--constants", metavar="FILE", help="constants of the cost model, from offbeat calibrate")
     parser.add_argument("--add", metavar="NAME:NODES", action="append", default=[], help="add nodes of a class")
@@ -49,10 +54,12 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _check_words(arguments: argparse.Namespace) -> None:
-    for name in ("budget", "throughput"):
-        value = getattr(arguments, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise UserError(f"--{name} is {value:g}; it must be a finite number above 0")
+    if arguments.budget is not None and not 0 <= arguments.budget < float("inf"):
+        raise UserError(
+            f"--budget is {arguments.budget:g}; it must be a finite number, and 0 allows what costs nothing"
+        )
+    if arguments.throughput is not None and not 0 < arguments.throughput < float("inf"):
+        raise UserError(f"--throughput is {arguments.throughput:g}; it must be a finite number above 0")
     if arguments.json and arguments.explain:
         raise UserError("--json and --explain do not go together; the JSON has all places and assumptions anyway")
     if arguments.frontier and not Path(arguments.frontier).parent.is_dir():
@@ -61,7 +68,8 @@ def _check_words(arguments: argparse.Namespace) -> None:
         )
     if arguments.verify:
         for name in ("budget", "throughput", "frontier", "explain", "json"):
-            if getattr(arguments, name):
+            value = getattr(arguments, name)
+            if value is not None and value is not False:
                 raise UserError(f"--{name} and --verify do not go together; the saved plan has its own aim and output")
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from offbeat.cli.chosen_run import RUN_HELP, chosen_run, is_run
+from offbeat.cli.chosen_run import RUN_HELP, chosen_run, is_run, where_it_started
 from offbeat.cli.parser import Parser
 from offbeat.errors import UserError
 from offbeat.ledger.errors import Unknown
@@ -55,7 +55,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     task = _task(arguments.task)
     order, limit = _chosen(arguments)
     folder = chosen_run(arguments.run)
-    decode = decoder(folder)
+    with where_it_started(folder) as path:
+        decode = decoder(path)
     with open_ledger(folder) as ledger:
         if arguments.parquet is not None:
             count = write_parquet(ledger, Path(arguments.parquet), decode, _filter(arguments, default=None))

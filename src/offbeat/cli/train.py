@@ -59,6 +59,18 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.name:
         overrides = [*overrides, f"--run.name={arguments.name}"]
     config, resume = resolve(arguments.config, overrides, arguments.resume)
+    if resume is None:
+        return _start(arguments, overrides, config, None)
+    from offbeat.cli.chosen_run import where_it_started
+
+    if arguments.config is not None:
+        arguments.config = str(Path(arguments.config).absolute())
+    with where_it_started(resume) as resume:
+        return _start(arguments, overrides, config, resume)
+
+
+def _start(arguments: argparse.Namespace, overrides: list[str], config: Config, resume: Path | None) -> int:
+    """Starts or resumes a run, or previews it; returns the exit status."""
     from offbeat.cli.preview import check
     from offbeat.launch.engine_parts import check_engine
 
@@ -172,6 +184,7 @@ def resolve(file: str | None, overrides: list[str], resume: str | None) -> tuple
 
 
 def _run_to_resume(file: str | None, overrides: list[str], resume: str) -> Path:
+    from offbeat.cli.chosen_run import named_run
     from offbeat.launch.run_folder import newest_run, stored_config
 
     about_run = overrides if file else _of_section("run", overrides)
@@ -179,9 +192,7 @@ def _run_to_resume(file: str | None, overrides: list[str], resume: str) -> Path:
     if not resume:
         path = Path(run.dir) / run.name if run.name else newest_run(Path(run.dir))
     else:
-        path = Path(resume)
-        if not path.exists() and (Path(run.dir) / resume).exists():
-            path = Path(run.dir) / resume
+        path = named_run(resume, Path(run.dir))
     stored_config(path)
     return path
 

@@ -53,6 +53,10 @@ MAX_SILENT_S = 600.0
 """Longest time between two warnings of one outage; the first warnings follow each other sooner."""
 WORTH_A_WARNING_S = 60.0
 """Seconds of waiting after which the retries of a single call are logged as warnings although other calls succeed."""
+TLS_WITHIN_S = 5.0
+"""Seconds within which a coordinator that speaks TLS begins to; only asked to explain an error."""
+WRONG_NAME = (62, 64)
+"""OpenSSL's codes for a certificate that is not for the host's name, and not for its IP address."""
 REQUEST_WITHIN_S = 60.0
 """Seconds within which a call must be answered, in addition to the time for which it asks the coordinator to wait."""
 STREAM_WITHIN_S = 3600.0
@@ -98,7 +102,9 @@ class Connection:
                 "network"
             )
         self.outage = Outage(self.url, patience_s)
+        self._ca_file = ca_file
         self._tls = _tls(ca_file) if parts.scheme == "https" else True
+        self._has_tried_tls = False
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -191,11 +197,9 @@ class Connection:
             try:
                 response = await self._request(method, path, headers, body, within_s)
             except aiohttp.ClientConnectorCertificateError as error:  # a retry would not help
-                raise UserError(
-                    f"{self.url}: its TLS certificate cannot be verified ({error.certificate_error}); if you signed it "
-                    "yourself, pass --ca-file FILE"
-                ) from error
+                raise UserError(await self._untrusted(error.certificate_error)) from error
             except BROKEN as error:
+                await self._refuse_tls_behind_http()
                 await retry.pause(_in_words(error))
                 continue
             async with response:
@@ -211,6 +215,47 @@ class Connection:
                 if not _is_temporary(response.status, kind):
                     raise self._error(response.status, why, kind)
                 await retry.pause(f"{response.status}: {why}", _retry_after_s(response))
+
+    async def _untrusted(self, error: Exception) -> str:
+        """Returns a text that says why the coordinator's certificate is not trusted, and what to do."""
+        if getattr(error, "verify_code", None) in WRONG_NAME:
+            any_name = _tls(self._ca_file)
+            any_name.check_hostname = False
+            found = await self._certificate(any_name) or {}
+            names = [name for _, name in found.get("subjectAltName", ())]
+            return (
+                f"{self.url}: its TLS certificate is not for {urlsplit(self.url).hostname}, but for "
+                f"{', '.join(names) or 'no name'}; join by a name that it has, or have one made for this name"
+            )
+        return (
+            f"{self.url}: its TLS certificate cannot be verified ({error}); if you signed it yourself, pass --ca-file "
+            "FILE"
+        )
+
+    async def _refuse_tls_behind_http(self) -> None:
+        """Raises `UserError` if the URL says http and the coordinator speaks TLS. Asks the coordinator once."""
+        if self._has_tried_tls or not self.url.startswith("http:"):
+            return
+        self._has_tried_tls = True
+        any_certificate = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        any_certificate.check_hostname, any_certificate.verify_mode = False, ssl.CERT_NONE
+        if await self._certificate(any_certificate) is not None:
+            raise UserError(f"{self.url}: speaks https; join with https{self.url.removeprefix('http')}")
+
+    async def _certificate(self, tls: ssl.SSLContext) -> Mapping[str, Any] | None:
+        """Returns the coordinator's certificate (empty if `tls` does not verify it), or None if there is no answer in
+        TLS within `TLS_WITHIN_S`."""
+        parts = urlsplit(self.url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        try:
+            async with asyncio.timeout(TLS_WITHIN_S):
+                _, writer = await asyncio.open_connection(parts.hostname, port, ssl=tls)
+        except OSError:  # ssl.SSLError and TimeoutError are among them
+            return None
+        try:
+            return dict(writer.get_extra_info("peercert") or {})
+        finally:
+            writer.close()
 
     async def _read(self, response: aiohttp.ClientResponse, what: str) -> bytes:
         """Reads, checks and decompresses the body of a response; `what` names the request in errors."""

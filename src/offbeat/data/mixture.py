@@ -117,6 +117,24 @@ def build_mixture(
     return Mixture(members, rewards)
 
 
+def source_names(tasks: Sequence[AnyTask]) -> list[str]:
+    """Returns the names of the tasks' sources, as in metrics and `offbeat show`, without opening the sources."""
+    names: list[str] = []
+    for task in tasks:
+        names.append(_unique(_source_name(task), set(names)))
+    return names
+
+
+def _source_name(task: AnyTask) -> str:
+    if isinstance(task, ArithmeticTask):
+        return Arithmetic.name
+    if isinstance(task, GymTask):
+        return task.name
+    if isinstance(task, FunctionTask):
+        return task.path.rpartition(":")[2]
+    return Path(task.path).stem if task.source == "file" else Path(task.path).name
+
+
 def _name_of(reward: RewardSpec) -> str:
     if isinstance(reward, Mapping):
         return "+".join(reward)
@@ -132,7 +150,7 @@ def _build_source(task: AnyTask, seed: int, functions: Functions, home: Path | N
         return FunctionSource(functions.get(task.path, task.path), seed, task.chat)
     return FileSource(
         DatasetRows(task.path, task.split) if task.source == "dataset" else open_file(rows_file(task.path, home)),
-        name=Path(task.path).stem if task.source == "file" else Path(task.path).name,
+        name=_source_name(task),
         seed=seed,
         prompt=task.prompt,
         messages=task.messages,

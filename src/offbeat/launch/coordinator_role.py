@@ -82,7 +82,7 @@ async def serve(folder: RunFolder) -> dict[str, Any]:
             counts=await runtime.coordinator.call(runtime.ledger.counts),
         )
         await _let_workers_leave(runtime, config.rollout.lease_s)
-        await runtime.coordinator.call(runtime.ledger.note_seen, dict(runtime.coordinator.seen))
+        await runtime.coordinator.call(runtime.ledger.note_seen, dict(runtime.coordinator.seen), is_last=True)
         return summary
 
 

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from offbeat.config import Change, Config, fixed_changes, free_changes, load, resolved, secrets
 from offbeat.config.explain import show
+from offbeat.config.schema import RunConfig
 from offbeat.errors import OffbeatError, UserError
 from offbeat.files import Appender, cannot_write, fsync_file, make_folder, readable_by, write_atomic
 from offbeat.net import shown
@@ -172,7 +173,7 @@ class RunFolder:
                 _copy_rows(rows, path / rows.name, config.run.access)
             folder = cls(path, config, lock)
             folder._is_new = True
-            folder.event("start", pid=os.getpid())
+            folder.event("start", pid=os.getpid(), folder=os.getcwd())
         return folder
 
     @classmethod
@@ -191,7 +192,7 @@ class RunFolder:
                     ledger.check_pages(CHECK_WITHIN_S)
             folder = cls(path, config, lock)
             _write_config(path, config)
-            folder.event("reopen", pid=os.getpid())
+            folder.event("reopen", pid=os.getpid(), folder=os.getcwd())
             changes = [(change.key, change.old, change.new) for change in free_changes(stored, config)]
             if (before := _name_in(stored)) != config.run.name:
                 changes.append(("run.name", before, config.run.name))
@@ -430,6 +431,18 @@ def newest_run(parent: Path) -> Path:
     if not runs:
         raise UserError(f"{parent}: holds no run yet; offbeat train starts one")
     return max(runs, key=lambda run: max((file.stat().st_mtime_ns for file in run.glob("*.json*")), default=0))
+
+
+def started_in(run: Path) -> Path:
+    """Returns the folder in which a run was last started or resumed, from which relative paths in its configuration
+    count. If `run.dir` is no longer there, as after a copy to another machine, returns the current folder."""
+    folders = [event["folder"] for event in read_events(run / EVENTS) if isinstance(event.get("folder"), str)]
+    parent = Path(stored_config(run).get("run", {}).get("dir", RunConfig().dir))
+    for folder in map(Path, reversed(folders)):
+        with suppress(OSError):
+            if (folder / parent).samefile(run.absolute().parent):
+                return folder
+    return Path.cwd()
 
 
 def trained_lengths(folder: str, which: Literal["prompt", "answer"]) -> list[int]:

@@ -209,9 +209,10 @@ class Workers(Database):
         return listed
 
     @transactional
-    def note_seen(self, seen: Mapping[str, float]) -> None:
-        """Records the wall times at which workers called last, and that the coordinator serves now."""
-        known = {**self._seen(), **seen, COORDINATOR: self.wall_clock()}
+    def note_seen(self, seen: Mapping[str, float], *, is_last: bool = False) -> None:
+        """Records the wall times at which workers called last, and that the coordinator serves now; with `is_last`,
+        that it no longer serves."""
+        known = {**self._seen(), **seen, COORDINATOR: 0.0 if is_last else self.wall_clock()}
         self.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (SEEN, json.dumps(known)))
 
     def _seen(self) -> dict[str, float]:

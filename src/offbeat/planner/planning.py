@@ -101,9 +101,10 @@ def plan(
     """Returns the fastest plan within `budget` ($/h; None: any price) or, if `throughput` (tokens/s) is given, the
     cheapest plan with that throughput. `constants` are those of the cost model (None: the defaults). If no plan exists,
     raises a `UserError` with the reason and a remedy."""
-    for name, value in (("budget", budget), ("throughput", throughput)):
-        if value is not None and not (0 < value < math.inf):
-            raise UserError(f"{name} is {value:g}; it must be a finite number above 0")
+    if budget is not None and not (0 <= budget < math.inf):
+        raise UserError(f"budget is {budget:g}; it must be a finite number, and 0 allows what costs nothing")
+    if throughput is not None and not (0 < throughput < math.inf):
+        raise UserError(f"throughput is {throughput:g}; it must be a finite number above 0")
     constants = constants or Constants()
     problem = problem_of(inventory, workload, constants)
 
@@ -112,7 +113,9 @@ def plan(
 
     result = solve(problem)
     if result.solution is None or result.certificate is None:
-        raise UserError(f"no plan: {_why_none(problem, result, budget, throughput)}")
+        in_turn = dataclasses.replace(workload, bound=0)
+        other = problem_of(inventory, in_turn, constants) if workload.bound and in_turn.may_share else None
+        raise UserError(f"no plan: {_why_none(problem, result, budget, throughput, other)}")
     placer = Placer(inventory, workload, constants, problem)
     best = _best_placed(placer, result, solve, throughput)
     solution = dataclasses.replace(best.solution, tau_s=best.placing.tau_s)
@@ -136,8 +139,14 @@ def _best_placed(placer: Placer, first: Result, solve: Solve, throughput: float 
     return min(kept, key=lambda each: each.price_per_h)
 
 
-def _why_none(problem: PlanningProblem, result: Result, budget: float | None, throughput: float | None) -> str:
-    lines = infeasible_because(problem, budget, throughput)
+def _why_none(
+    problem: PlanningProblem,
+    result: Result,
+    budget: float | None,
+    throughput: float | None,
+    in_turn: PlanningProblem | None,
+) -> str:
+    lines = infeasible_because(problem, budget, throughput, in_turn)
     why = "; ".join(lines[:2]) or "unknown: the solver ran out of time before it found or ruled out a plan"
     return f"{why} ({result.note})" if result.note else why
 

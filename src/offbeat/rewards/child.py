@@ -123,7 +123,11 @@ class RewardServer:
         rewards = {}
         for name, function in self.functions.items():
             is_list = name in self.lists
-            arguments = wire.ARGUMENTS if is_list else accepted_arguments(function, wire.ARGUMENTS, f"reward {name}")
+            arguments = (
+                wire.ARGUMENTS
+                if is_list
+                else accepted_arguments(function, wire.ARGUMENTS, f"reward {name}", wire.OTHER_NAMES)
+            )
             answer = inspect.signature(function).parameters.get("answer")
             rewards[name] = wire.RewardsLoaded(
                 arguments,

@@ -22,6 +22,14 @@ HARMED = 86
 """Exit status of a process whose reward closed or replaced the descriptors of its pipes or log."""
 ARGUMENTS = ("response", "answer", "prompt", "info", "tokens")
 """Parameters that a reward function may have."""
+OTHER_NAMES = {
+    **dict.fromkeys(("completion", "output", "generation", "generated", "text"), "response"),
+    **dict.fromkeys(("solution", "ground_truth", "target", "label", "reference", "expected"), "answer"),
+    **dict.fromkeys(("question", "query", "instruction"), "prompt"),
+    **dict.fromkeys(("token_ids", "ids"), "tokens"),
+    **dict.fromkeys(("row", "columns", "extra_info"), "info"),
+}
+"""Names that reward functions elsewhere have for these parameters, for hints."""
 
 
 class Setup(msgspec.Struct, tag=True):

@@ -40,7 +40,7 @@ class Gain:
 def relaxations(problem: PlanningProblem, budget: float | None) -> Iterator[Relaxation]:
     """Yields one relaxation for each constraint that a user can relax."""
     demand = problem.demand
-    if budget is not None:
+    if budget:
         yield Relaxation(f"budget {MORE_BUDGET:+.0%}", problem, budget * (1 + MORE_BUDGET))
     for name, offer in problem.offers.items():
         offers = {**problem.offers, name: replace(offer, num_nodes=offer.num_nodes + 1)}
@@ -95,10 +95,14 @@ def savings(throughput: float, price_per_h: float, relaxed: Iterable[Relaxation]
 
 
 def infeasible_because(
-    problem: PlanningProblem, budget: float | None = None, throughput: float | None = None
+    problem: PlanningProblem,
+    budget: float | None = None,
+    throughput: float | None = None,
+    in_turn: PlanningProblem | None = None,
 ) -> list[str]:
     """Explains why there is no plan: returns a line for each single change that would allow a plan, or one line if no
-    single change does; empty if there is a plan."""
+    single change does; empty if there is a plan. `in_turn` is the same problem with staleness bound 0, where the same
+    nodes may train and generate in turn (None: they may not)."""
     if not problem.gangs:
         return ["hardware: no gang can train this model on these nodes; offer more nodes or more memory"]
     if not problem.rollout:
@@ -119,6 +123,14 @@ def infeasible_because(
         other = fastest(each.problem, budget)
         if other.solution is not None and (throughput is None or other.tokens_per_s >= throughput):
             lines.append(f"{each.name} would do: {other.tokens_per_s:,.0f} tokens/s at {other.price_per_h:,.2f} $/h")
+    if not lines and in_turn is not None:
+        other = fastest(in_turn, budget)
+        if other.solution is not None and (throughput is None or other.tokens_per_s >= throughput):
+            lines.append(
+                "hardware: a node either trains or generates, and these nodes are too few for both; offer more nodes, "
+                f"or set max_staleness = 0, with which nodes take turns: {other.tokens_per_s:,.0f} tokens/s at "
+                f"{other.price_per_h:,.2f} $/h"
+            )
     why = "no single change of budget, bound, age window or in-flight cap suffices; offer more nodes"
     return lines or [f"hardware: {why}"]
 

@@ -52,8 +52,15 @@ def sentence(plan: Plan) -> str:
     each = f", {step.price_per_million_tokens:,.3g} $ per million tokens" if step.price_per_h else ""
     return (
         f"{'Rent' if step.price_per_h else 'Use'} {_and(nodes)} {cost}: {plan.model} generates and trains "
-        f"{step.tokens_per_s:,.0f} tokens/s{each}, a step every {step.tau_s:,.3g} s; {plan.limit}."
+        f"{_rate(plan, step.tokens_per_s)} tokens/s{each}, a step every {step.tau_s:,.3g} s; {plan.limit}."
     )
+
+
+def _rate(plan: Plan, tokens_per_s: float) -> str:
+    """Tokens per second as text; rounded to two digits, with ≈, if the plan's constants were not measured."""
+    if plan.certificate.held_out_error is not None:
+        return f"{tokens_per_s:,.0f}"
+    return f"≈{float(f'{tokens_per_s:.1e}'):,.0f}"
 
 
 def _and(words: Sequence[str]) -> str:
@@ -68,7 +75,7 @@ def _table(plan: Plan, width: int) -> str:
     train = plan.training
     on = ", ".join(f"{num} x {name}" for name, num in train.nodes.items())
     price = _price(train.price_per_million_tokens)
-    table.add_row("trains", on, _gang_shape(train), f"{plan.step.tokens_per_s:,.0f}", price, train.why)
+    table.add_row("trains", on, _gang_shape(train), _rate(plan, plan.step.tokens_per_s), price, train.why)
     for pool in plan.rollout:
         on = f"{pool.offer}, in turn" if pool.shares_gang else pool.offer
         shape = f"{pool.num_replicas} x tp{pool.tp}, {pool.concurrency} in flight each"
@@ -86,7 +93,7 @@ def _price(price: float) -> str:
 def _net(plan: Plan, pool: Pool) -> str:
     """Tokens per second of all replicas of a pool, as text, after deducting the time lost to weight updates."""
     busy = max(plan.step.tau_s - pool.blocking_s, 0.0) / plan.step.tau_s
-    return f"{pool.num_replicas * pool.tokens_per_s * busy:,.0f}"
+    return _rate(plan, pool.num_replicas * pool.tokens_per_s * busy)
 
 
 def _gang_shape(train: Training) -> str:
@@ -105,7 +112,7 @@ def _facts(plan: Plan) -> list[str]:
     else:
         lowest = f"no plan of this throughput costs less than {step.price_lo_per_h or 0.0:,.2f} $/h"
     word = f"; on the solver's word alone for {len(proof.by_solver)} of the gangs" if proof.by_solver else ""
-    error = "not fitted, so its error is unknown" if proof.held_out_error is None else (
+    error = "not fitted, so rates (≈) may be wrong by a factor of about 1.5" if proof.held_out_error is None else (
         f"off by {proof.held_out_error:.1%} on held-out measurements")  # fmt: skip
     cap = f"{age.in_flight:,} of {age.in_flight_cap:,} trajectories in flight"
     facts = [
