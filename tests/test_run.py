@@ -114,7 +114,7 @@ def test_a_moved_run_is_resumed_with_its_own_rows_and_rewards_given_again(run, t
     moved = offbeat.Run(tmp_path / "first")
     shutil.move(run.path / "tasks", run.path / "hidden")
     try:
-        with pytest.raises(UserError, match=r"task\.reward: rows has no reward of its own"):
+        with pytest.raises(UserError, match=r'its reward, right\+brief, .* Python .*/first"\)\.resume\(reward='):
             moved.resume(steps=3)
         assert moved.resume(steps=3, reward={"right": (right, 2.0), "brief": brief}) is moved
     finally:
@@ -144,10 +144,13 @@ def test_a_run_in_the_background_stops_with_a_checkpoint(stopped):
     assert "stopped by stop()" in repr(stopped)
 
 
-def test_it_goes_on_with_its_rewards(stopped):
+def test_it_goes_on_with_its_rewards_and_says_what_to_call_next(stopped, capsys):
     steps = stopped.summary["steps"]
-    assert stopped.resume(steps=steps + 1) is stopped
+    assert stopped.resume(steps=steps + 1, log={"console": "plain"}) is stopped
     assert (stopped.summary["steps"], stopped.summary["finished"]) == (steps + 1, True)
+    told = capsys.readouterr().out
+    assert f"run.resume(steps={2 * (steps + 1)})" in told
+    assert "offbeat train" not in told
 
 
 def test_a_callback_ends_the_run(tmp_path):

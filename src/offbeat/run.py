@@ -88,6 +88,7 @@ class Run:
                 ],
                 training.button,
                 self._begun,
+                from_python=True,
             )
             training.start(lambda: _launch(prepared.config, given, home), wait=wait)
 

@@ -175,6 +175,13 @@ def test_the_end_says_what_came_of_it_and_what_to_do_next():
     assert stopped == {"run": "runs/x", "next": "offbeat train --resume runs/x"}
 
 
+def test_the_end_of_a_run_from_python_says_what_to_call_next():
+    words = dict(closing_lines(SUMMARY, "runs/x", from_python=True))
+    assert (words["next"], words["or"]) == ('run.export("MODEL_DIR")', "run.resume(steps=120)")
+    stopped = dict(closing_lines({"finished": False, "steps": 3}, "runs/x", from_python=True))
+    assert stopped["next"] == "run.resume()"
+
+
 def test_numbers_are_short():
     numbers = {
         None: "",

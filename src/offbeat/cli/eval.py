@@ -43,15 +43,15 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from offbeat.cli.preview import check
 
     check(config)
-    from offbeat.tools.evaluate import check_rewards, evaluate, weights_of
+    from offbeat.launch import wiring
+    from offbeat.tools.evaluate import evaluate, weights_of
 
-    if tasks is not None:
-        check_rewards(tasks, config)
+    mixture = wiring.make_mixture(config, home=tasks)
     if source is None:
-        figures = evaluate(config, home=tasks)
+        figures = evaluate(config, mixture)
     else:
         with weights_of(source) as folder:
-            figures = evaluate(load(file, [*words, f"--model.path={folder}"]), home=tasks)
+            figures = evaluate(load(file, [*words, f"--model.path={folder}"]), mixture)
     _print(figures, config, as_json=arguments.json)
     return 0
 

@@ -113,7 +113,7 @@ def _dry_run(config: Config, resume: Path | None) -> int:
 
         async def examine() -> tuple[list[str], list[Advice], int | None]:
             roles = await check_roles(config)
-            async with checking(config) as found:
+            async with checking(config, home=resume) as found:
                 return [*found.lines(), *roles], found.advice(), found.num_parameters
 
         lines, advice, num_parameters = asyncio.run(examine())

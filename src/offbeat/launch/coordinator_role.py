@@ -56,10 +56,11 @@ async def serve(folder: RunFolder) -> dict[str, Any]:
     config, start_s = folder.config, time.monotonic()
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS))
     async with AsyncExitStack() as stack:
-        checked = await stack.enter_async_context(checking(config, received(), folder.path))
+        given = received()
+        checked = await stack.enter_async_context(checking(config, given, folder.path))
         checked.announce(folder)
         runtime = await stack.enter_async_context(
-            open_coordinator(folder, checked.mixture, checked.pool, checked.prepared)
+            open_coordinator(folder, checked.mixture, checked.pool, checked.prepared, given)
         )
         stopping = Stopping(runtime.reporter.stopping)
         stack.enter_context(stopping.listening())

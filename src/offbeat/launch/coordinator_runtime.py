@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,11 +21,12 @@ from offbeat.data.lengths import PromptLengths, measure_prompts, refuse_long
 from offbeat.data.mixture import Mixture
 from offbeat.errors import UserError
 from offbeat.launch import wiring
+from offbeat.launch.given import Given
 from offbeat.launch.run_folder import RunFolder
 from offbeat.ledger.ledger import Ledger
 from offbeat.observability.console import Console, open_console
 from offbeat.observability.metrics import Reporter
-from offbeat.observability.sinks import Sink, open_sinks
+from offbeat.observability.sinks import open_sinks
 from offbeat.rewards.pool import RewardPool
 from offbeat.weights.version import WeightFolder
 
@@ -64,13 +65,14 @@ async def open_coordinator(
     mixture: Mixture,
     pool: RewardPool,
     prepared: Prepared,
-    given_sinks: Sequence[Sink] = (),
+    given: Given | None = None,
     *,
     only_worker: str = "",
 ) -> AsyncIterator[CoordinatorRuntime]:
-    """Opens the coordinator with its ledger, reporter, console and metric sinks: the configured sinks and `given_sinks`
-    from Python. `only_worker` is the name of the worker in a run of one process, "" in any other run."""
-    config, issuer = folder.config, prepared.issuer
+    """Opens the coordinator with its ledger, reporter, console and metric sinks: the configured sinks and those of
+    `given`, which is what a Python program adds to the configuration. `only_worker` is the name of the worker in a run
+    of one process, "" in any other run."""
+    config, issuer, given = folder.config, prepared.issuer, given or Given()
     async with AsyncExitStack() as stack:
         ledger = stack.enter_context(wiring.open_ledger(config, folder.ledger))
         clearing = WeightGarbageCollector(WeightFolder(folder.weights), wiring.open_pieces(config, folder.weights))
@@ -84,10 +86,10 @@ async def open_coordinator(
         console = stack.enter_context(
             open_console(config.log.console, config.run.steps, first_step, has_workers=not only_worker)
         )
-        sinks = [*open_sinks(config.log.sinks, folder.path, config.log.project, {}), *given_sinks]
+        sinks = [*open_sinks(config.log.sinks, folder.path, config.log.project, {}), *given.sinks]
         for sink in sinks:
             stack.callback(sink.close)
-        reporter = Reporter(folder, console, sinks)
+        reporter = Reporter(folder, console, sinks, from_python=given.from_python)
         coordinator.only_worker = only_worker
         coordinator.on_report = reporter.report if only_worker else partial(_report_and_trace, reporter)
         coordinator.on_claim = reporter.claimed

@@ -104,7 +104,7 @@ async def _run(folder: RunFolder, given: Given, *, from_scratch: bool) -> dict[s
             del twin
         stack.push_async_callback(engine.close)
         runtime = await stack.enter_async_context(
-            open_coordinator(folder, checked.mixture, checked.pool, checked.prepared, given.sinks, only_worker=WORKER)
+            open_coordinator(folder, checked.mixture, checked.pool, checked.prepared, given, only_worker=WORKER)
         )
         coordinator, reporter = runtime.coordinator, runtime.reporter
         client = InProcessTrainer(coordinator)

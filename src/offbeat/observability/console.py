@@ -121,8 +121,8 @@ class Console(Protocol):
         """Shows a text that a person should act upon."""
         ...
 
-    def finish(self, summary: Row, folder: str) -> None:
-        """Shows the results and possible next commands."""
+    def finish(self, summary: Row, folder: str, *, from_python: bool = False) -> None:
+        """Shows the results and what to do next: commands or, for a run that was started `from_python`, calls."""
         ...
 
     def __enter__(self) -> Self:
@@ -196,9 +196,9 @@ class PlainConsole(Console):
     def alarm(self, text: str) -> None:
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
-    def finish(self, summary: Row, folder: str) -> None:
+    def finish(self, summary: Row, folder: str, *, from_python: bool = False) -> None:
         if not self.quiet:
-            for name, text in closing_lines(summary, folder):
+            for name, text in closing_lines(summary, folder, from_python=from_python):
                 self._print(f"{name:<10} {text}")
 
     def _print(self, text: str) -> None:
@@ -231,8 +231,10 @@ class LineDue:
         return True
 
 
-def closing_lines(summary: Row, folder: str) -> list[tuple[str, str]]:
-    """Returns a run's results as pairs of a name and a text; figures that the summary lacks are left out."""
+def closing_lines(summary: Row, folder: str, *, from_python: bool = False) -> list[tuple[str, str]]:
+    """Returns a run's results as pairs of a name and a text; figures that the summary lacks are left out. At the end
+    are commands to go on with or, for a run that was started `from_python`, calls, because functions from Python have
+    to be given to a command again."""
     seconds, steps = summary.get("seconds"), summary.get("steps")
     first, last = ends(steps or 0)
     reward = _from_to(summary.get("reward_first"), summary.get("reward_last"))
@@ -248,7 +250,9 @@ def closing_lines(summary: Row, folder: str) -> list[tuple[str, str]]:
         words.append(("failed", f"{counts}; left out of training, see {folder}/logs"))
     words.append(("run", folder))
     if summary.get("finished") is False:
-        words.append(("next", f"offbeat train --resume {folder}"))
+        words.append(("next", "run.resume()" if from_python else f"offbeat train --resume {folder}"))
+    elif steps and from_python:
+        words += [("next", 'run.export("MODEL_DIR")'), ("or", f"run.resume(steps={2 * steps})")]
     elif steps:
         words.append(("next", f"offbeat export {folder} MODEL_DIR"))
         words.append(("or", f"offbeat train --resume {folder} --run.steps {2 * steps}"))
@@ -357,10 +361,10 @@ class TerminalConsole(Console):
     def alarm(self, text: str) -> None:
         self.rich.print(Text(f"warning: {text}", style="bold yellow"), soft_wrap=True)
 
-    def finish(self, summary: Row, folder: str) -> None:
+    def finish(self, summary: Row, folder: str, *, from_python: bool = False) -> None:
         self.progress.stop()
         table = Table.grid(padding=(0, 2))
-        for name, text in closing_lines(summary, folder):
+        for name, text in closing_lines(summary, folder, from_python=from_python):
             style = "bold green" if name in ("reward", "held-out") else ""
             table.add_row(Text(name, style="dim"), Text(text, style=style, overflow="fold"))
         title, color = ("stopped", "yellow") if summary.get("finished") is False else ("done", "green")

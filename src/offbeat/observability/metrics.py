@@ -82,8 +82,8 @@ SHOWN_ONCE = ("logprob_gap", "clamped")
 class Reporter:
     """Writes a row for each step to the run's folder, the console and the sinks."""
 
-    def __init__(self, folder: RunFolder, console: Console, sinks: Sequence[Sink]):
-        self.folder, self.console, self.sinks = folder, console, list(sinks)
+    def __init__(self, folder: RunFolder, console: Console, sinks: Sequence[Sink], *, from_python: bool = False):
+        self.folder, self.console, self.sinks, self.from_python = folder, console, list(sinks), from_python
         self._last_s = time.monotonic()
         self._num_failed, self._is_first = 0, True
         self._shown: set[str] = set()
@@ -194,7 +194,7 @@ class Reporter:
         self.folder.summary(summary)
         self.folder.event("end", step=summary["steps"], finished=finished)
         self._plot(rows)
-        self.console.finish(summary, str(self.folder.path))
+        self.console.finish(summary, str(self.folder.path), from_python=self.from_python)
         return summary
 
     def _emit(self, row: dict[str, Any]) -> None:

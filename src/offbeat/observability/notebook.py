@@ -58,8 +58,8 @@ class NotebookConsole(Console):
     def alarm(self, text: str) -> None:
         self._say(f"warning: {text}")
 
-    def finish(self, summary: Row, folder: str) -> None:
-        self.closing, self.status = closing_lines(summary, folder), ""
+    def finish(self, summary: Row, folder: str, *, from_python: bool = False) -> None:
+        self.closing, self.status = closing_lines(summary, folder, from_python=from_python), ""
         self._update(at_once=True)
 
     def __exit__(self, *error: object) -> None:
