@@ -97,7 +97,9 @@ def test_a_reward_from_python_judges_all(tmp_path):
 
 def test_a_source_without_a_reward_wants_one(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"prompt": "a"}\n')
-    with pytest.raises(UserError, match=r"task.reward: data has no reward of its own; set one of"):
+    with pytest.raises(
+        UserError, match=r"task.reward: data has no reward of its own; .*; in Python, give reward=FUNCTION$"
+    ):
         build_mixture([FileTask(source="file", path=f"{tmp_path}/data.jsonl")], seed=0)
 
 

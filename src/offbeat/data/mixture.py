@@ -117,7 +117,7 @@ def build_mixture(
         if chosen is None:
             raise UserError(
                 f"task.reward: {name} has no reward of its own; set one of exact, number, math, module:function "
-                "or file.py:function"
+                "or file.py:function; in Python, give reward=FUNCTION"
             )
         rewards[chosen] = reward or chosen
         members.append(WeightedSource(source, name, task.weight, chosen, task.system))
