@@ -21,9 +21,8 @@ def test_ipython_shows_these_lines_alone(tmp_path, monkeypatch, capsys):
     from IPython.core.interactiveshell import InteractiveShell
     from traitlets.config import Config
 
-    InteractiveShell(config=Config({"HistoryManager": {"enabled": False}})).run_cell(
-        "import offbeat\nprint('begun')\noffbeat.train(lr=-1)"
-    )
+    shell = InteractiveShell(config=Config({"HistoryManager": {"enabled": False}}))
+    shell.run_cell("import offbeat\nprint('begun')\noffbeat.train(lr=-1)")
     told = capsys.readouterr()
     begun, at, what = (told.out + told.err).strip().splitlines()
     assert (begun, at) == ("begun", "----> 3 offbeat.train(lr=-1)")

@@ -44,9 +44,11 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
     check(config)
     from offbeat.launch import wiring
-    from offbeat.tools.evaluate import evaluate, weights_of
+    from offbeat.tools.evaluate import evaluate, warn_of_few, weights_of
 
     mixture = wiring.make_mixture(config, home=tasks)
+    if arguments.prompts is not None:
+        warn_of_few(mixture, config.eval.prompts)
     if source is None:
         figures = evaluate(config, mixture)
     else:

@@ -24,7 +24,8 @@ from offbeat.launch import wiring
 from offbeat.launch.given import Given
 from offbeat.launch.run_folder import RunFolder
 from offbeat.ledger.ledger import Ledger
-from offbeat.observability.console import Console, open_console
+from offbeat.observability.console import Console, held_out, open_console
+from offbeat.observability.metric_files import read_metrics
 from offbeat.observability.metrics import Reporter
 from offbeat.observability.sinks import open_sinks
 from offbeat.rewards.pool import RewardPool
@@ -164,6 +165,15 @@ def _record_fixed(folder: RunFolder, key: str, fact: str, value: Any) -> None:
             f"{key}: the run began with {fact} {before['value']}, now it is {value}; restore the "
             "first value, or start a new run"
         )
+
+
+def first_to_evaluate(folder: RunFolder, up_to: int | None = None) -> int:
+    """Returns the first step whose evaluation may still have to be reported: the one after the last step with an
+    evaluation in the metrics. An earlier process may have died while evaluating. Later steps than `up_to`, which a
+    resume undoes, do not count (None: all count)."""
+    rows = read_metrics(folder.metrics_file)
+    judged = [row["step"] for row in rows if held_out(row) is not None and (up_to is None or row["step"] <= up_to)]
+    return max(judged, default=-1) + 1
 
 
 async def report_evaluations(config: Config, runtime: CoordinatorRuntime, first_step: int) -> None:

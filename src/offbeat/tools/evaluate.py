@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
@@ -36,8 +37,21 @@ def evaluate_run(
     given = {"eval.prompts": prompts, "eval.samples": samples, "run.name": "none"}
     words = [f"--{key}={value}" for key, value in given.items() if value is not None]
     mixture = wiring.make_mixture(load(run / CONFIG, words), reward, functions, run)
+    if prompts is not None:
+        warn_of_few(mixture, prompts)
     with weights_of(run) as folder:
         return evaluate(load(run / CONFIG, [*words, f"--model.path={folder}"]), mixture)
+
+
+def warn_of_few(mixture: Mixture, prompts: int) -> None:
+    """Warns if the tasks of `mixture` hold out fewer than the `prompts` that were asked for."""
+    if 0 < (num := len(mixture.held_out(prompts))) < prompts:
+        print(
+            f"warning: eval.prompts = {prompts}: the tasks hold out only {num}, and these are evaluated; a larger "
+            "task.held_out holds out more in a new run",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 @contextmanager
