@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,7 @@ from offbeat.launch import wiring
 from offbeat.launch.given import Given
 from offbeat.launch.run_folder import RunFolder
 from offbeat.ledger.ledger import Ledger
-from offbeat.observability.console import Console, held_out, open_console
+from offbeat.observability.console import Console, held_out, open_console, short
 from offbeat.observability.metric_files import read_metrics
 from offbeat.observability.metrics import Reporter
 from offbeat.observability.sinks import open_sinks
@@ -69,10 +69,11 @@ async def open_coordinator(
     given: Given | None = None,
     *,
     only_worker: str = "",
+    num_generated: Callable[[], int | None] = lambda: None,
 ) -> AsyncIterator[CoordinatorRuntime]:
     """Opens the coordinator with its ledger, reporter, console and metric sinks: the configured sinks and those of
     `given`, which is what a Python program adds to the configuration. `only_worker` is the name of the worker in a run
-    of one process, "" in any other run."""
+    of one process, "" in any other run; `num_generated` returns the number of tokens that its engine has generated."""
     config, issuer, given = folder.config, prepared.issuer, given or Given()
     async with AsyncExitStack() as stack:
         ledger = stack.enter_context(wiring.open_ledger(config, folder.ledger))
@@ -97,7 +98,7 @@ async def open_coordinator(
         coordinator.record_spans(folder.trace.record)
         if config.eval.every and not issuer.eval_plan.every:
             console.note("no evaluation: no task has a held-out split")
-        showing = asyncio.create_task(_show_activity(coordinator, reporter))
+        showing = asyncio.create_task(_show_activity(coordinator, reporter, num_generated))
         stack.push_async_callback(_end, showing)
         yield CoordinatorRuntime(ledger, coordinator, reporter, console)
 
@@ -122,18 +123,23 @@ def _report_and_trace(reporter: Reporter, row: Mapping[str, Any]) -> None:
 ACTIVITY_EVERY_S = 1.0
 
 
-async def _show_activity(coordinator: Coordinator, reporter: Reporter) -> None:
-    had_worker = False
+async def _show_activity(coordinator: Coordinator, reporter: Reporter, num_generated: Callable[[], int | None]) -> None:
+    had_worker, before, before_s = False, num_generated(), time.monotonic()
     while True:
         await asyncio.sleep(ACTIVITY_EVERY_S)
         activity = await coordinator.activity()
         had_worker |= activity.num_workers > 0
-        reporter.doing(in_words(activity, coordinator.only_worker, had_worker=had_worker), activity.num_workers)
+        now, now_s = num_generated(), time.monotonic()
+        rate = 0.0 if now is None or before is None else (now - before) / (now_s - before_s)
+        before, before_s = now, now_s
+        words = in_words(activity, coordinator.only_worker, had_worker=had_worker, tokens_per_second=rate)
+        reporter.doing(words, activity.num_workers)
 
 
-def in_words(activity: Activity, only_worker: str, *, had_worker: bool) -> str:
+def in_words(activity: Activity, only_worker: str, *, had_worker: bool, tokens_per_second: float = 0.0) -> str:
     """Describes what a run is doing. `only_worker`: name of the worker of a run of one process, "" in any other run;
-    `had_worker`: whether a worker has been present before."""
+    `had_worker`: whether a worker has been present before; `tokens_per_second`: of that engine now, 0 if unknown. It is
+    the sign of life while long answers are generated."""
     if not activity.has_version:
         return "waiting for the trainer's first weights"
     if not activity.num_workers:
@@ -143,6 +149,8 @@ def in_words(activity: Activity, only_worker: str, *, had_worker: bool) -> str:
         words.append(f"answers {activity.num_answers}/{activity.num_wanted}")
     if activity.num_eval_wanted:
         words.append(f"held-out {activity.num_eval_answers}/{activity.num_eval_wanted}")
+    if tokens_per_second:
+        words.append(f"{short(tokens_per_second)} tokens/s")
     return ", ".join(words)
 
 

@@ -105,7 +105,15 @@ async def _run(folder: RunFolder, given: Given, *, from_scratch: bool) -> dict[s
             del twin
         stack.push_async_callback(engine.close)
         runtime = await stack.enter_async_context(
-            open_coordinator(folder, checked.mixture, checked.pool, checked.prepared, given, only_worker=WORKER)
+            open_coordinator(
+                folder,
+                checked.mixture,
+                checked.pool,
+                checked.prepared,
+                given,
+                only_worker=WORKER,
+                num_generated=lambda: engine.metrics.num_rows,
+            )
         )
         coordinator, reporter = runtime.coordinator, runtime.reporter
         client = InProcessTrainer(coordinator)

@@ -238,14 +238,23 @@ def closing_lines(summary: Row, folder: str, *, from_python: bool = False) -> li
     seconds, steps = summary.get("seconds"), summary.get("steps")
     first, last = ends(steps or 0)
     reward = _from_to(summary.get("reward_first"), summary.get("reward_last"))
-    words = [("reward", f"{reward}  (first {_steps(first)} → last {_steps(last)})" if reward else "")]
+    failures = summary.get("failures")
+    only = ", without answers that failed" if failures else ""
+    words = [("reward", f"{reward}  (first {_steps(first)} → last {_steps(last)}{only})" if reward else "")]
     held = _from_to(summary.get("eval_first"), summary.get("eval_last"))
     words.append(("held-out", f"{held}  ({_answers(summary)})" if held and summary.get("eval_prompts") else held))
     if seconds is not None and steps is not None:
-        words.append(("time", f"{steps} {'step' if steps == 1 else 'steps'} in {duration(seconds)}"))
+        in_steps, of_steps = summary.get("seconds_in_steps"), f"{steps} {'step' if steps == 1 else 'steps'}"
+        parts = f"{of_steps} in {duration(seconds)}"
+        if in_steps is not None:
+            before_and_after = duration(max(seconds - in_steps, 0.0))
+            parts = (
+                f"{duration(seconds)}  ({duration(in_steps)} in {of_steps}, {before_and_after} before and after them)"
+            )
+        words.append(("time", parts))
     speed = [("samples_per_second", "samples/s"), ("tokens_per_second", "tokens/s")]
     words.append(("speed", ", ".join(f"{short(summary[key])} {unit}" for key, unit in speed if summary.get(key))))
-    if failures := summary.get("failures"):
+    if failures:
         counts = ", ".join(f"{count} by {reason}" for reason, count in failures.items())
         words.append(("failed", f"{counts}; left out of training, see {folder}/logs"))
     words.append(("run", folder))
@@ -342,8 +351,10 @@ class TerminalConsole(Console):
         self.bar = self.progress.add_task("train", total=num_steps, completed=first_step, doing="")
 
     def step(self, row: Row) -> None:
-        if row.get("reward") is not None:
-            self.progress.update(self.bar, completed=row.get("step", 0))
+        if row.get("reward") is not None:  # refreshed at once, because the line is printed above the bar as last drawn
+            self.progress.update(self.bar, completed=row.get("step", 0), refresh=True)
+        if held_out(row) is not None:
+            self.progress.update(self.bar, doing="", refresh=True)  # it may say how far this evaluation is
         if not self.due(row):
             return
         if self.num_lines % LINES_PER_HEADER == 0:

@@ -17,6 +17,7 @@ from offbeat.observability.console import (
     columns,
     duration,
     header,
+    held_out,
     line,
 )
 from offbeat.observability.plot import draw_rewards
@@ -46,6 +47,8 @@ class NotebookConsole(Console):
 
     def step(self, row: Row) -> None:
         self.rows.append({key: row[key] for key in row if "/" not in key})
+        if held_out(row) is not None:
+            self.status = ""  # it may say how far this evaluation is
         self._update()
 
     def doing(self, text: str) -> None:
