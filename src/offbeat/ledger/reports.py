@@ -249,7 +249,7 @@ class Reports(Versions):
         `order`, a key of `ORDERS`."""
         query = f"{ROWS} WHERE j.seq > :after {which.conditions} {ORDERS[order]} LIMIT :limit"
         found = self.execute(query, {**vars(which), "limit": limit, "after": after})
-        return [TrajectoryRow(*row[:-2], is_pruned=bool(row[-2]), parts=_by_name(row[-1])) for row in found]
+        return [TrajectoryRow(*(*row[:-2], bool(row[-2]), _by_name(row[-1]))) for row in found]
 
     def walk_trajectories(
         self, which: TrajectoryFilter = EVERYTHING

@@ -90,7 +90,7 @@ class Reporter:
         self._has_told_left_out = False
         self._seen_worker_s = self._last_s
         config = folder.config
-        keys = Keys(config.rollout.max_new_tokens, config.batch.group_size, config.schedule.bound)
+        keys = Keys(config.rollout.max_new_tokens, config.batch.group_size, config.schedule.bound, config.optimizer.lr)
         said = [event["about"] for event in read_events(folder.events_file) if event["event"] == "advice"]
         self.adviser = Adviser(keys, str(folder.path), said)
         for row in read_metrics(folder.metrics_file):
