@@ -64,6 +64,7 @@ def test_a_run_has_its_figures(run):
     frame = run.frame()
     assert list(frame.index) == [0, 1, 2]
     assert frame.loc[2, "reward"] == run.metrics[2]["reward"]
+    assert list(frame[["step", "reward"]].dropna().step) == [1, 2]
     assert repr(run) == f"<offbeat.Run {run.path}: finished, step 2 of 2>"
     assert "held-out" in run._repr_html_()
 
@@ -93,7 +94,7 @@ def test_a_run_is_opened_again_by_its_path(run):
         offbeat.Run(run.path / "nowhere")
 
 
-def test_it_draws_looks_evaluates_and_exports(run, tmp_path):
+def test_it_draws_looks_evaluates_and_exports(run, tmp_path, capsys):
     from matplotlib.figure import Figure
 
     figure = run.plot()
@@ -102,10 +103,14 @@ def test_it_draws_looks_evaluates_and_exports(run, tmp_path):
     answers = run.trajectories(purpose="train")
     assert len(answers) == 8
     assert {row["step"] for row in answers} == {1, 2}
+    assert all(row["reward"] == pytest.approx(2 * row["parts"]["right"] + row["parts"]["brief"]) for row in answers)
     assert len(run.trajectories(step=2, purpose="train", limit=3)) == 3
     figures = run.evaluate(prompts=3, samples=2)
     assert figures["eval_prompts"] == 3
     assert "eval_mean@2" in figures
+    assert capsys.readouterr().err == ""
+    assert run.evaluate(prompts=500)["eval_prompts"] == 6
+    assert capsys.readouterr().err.startswith("warning: eval.prompts = 500: the tasks hold out only 6, ")
     assert (run.export(tmp_path / "model") / "model.safetensors").is_file()
 
 
@@ -114,9 +119,12 @@ def test_a_moved_run_is_resumed_with_its_own_rows_and_rewards_given_again(run, t
     moved = offbeat.Run(tmp_path / "first")
     shutil.move(run.path / "tasks", run.path / "hidden")
     try:
-        with pytest.raises(UserError, match=r"task\.reward: rows has no reward of its own"):
+        with pytest.raises(UserError, match=r'its reward, right\+brief, .* Python .*/first"\)\.resume\(reward='):
             moved.resume(steps=3)
-        assert moved.resume(steps=3, reward={"right": (right, 2.0), "brief": brief}) is moved
+        new: list[dict[str, Any]] = []
+        rewards = {"right": (right, 2.0), "brief": brief}
+        assert moved.resume(steps=3, reward=rewards, callbacks=[new.append]) is moved
+        assert {row["step"] for row in new} == {3}, "the evaluation of step 2 is not reported again"
     finally:
         shutil.move(run.path / "hidden", run.path / "tasks")
     assert (moved.summary["steps"], len(moved.metrics)) == (3, 4)
@@ -144,10 +152,13 @@ def test_a_run_in_the_background_stops_with_a_checkpoint(stopped):
     assert "stopped by stop()" in repr(stopped)
 
 
-def test_it_goes_on_with_its_rewards(stopped):
+def test_it_goes_on_with_its_rewards_and_says_what_to_call_next(stopped, capsys):
     steps = stopped.summary["steps"]
-    assert stopped.resume(steps=steps + 1) is stopped
+    assert stopped.resume(steps=steps + 1, log={"console": "plain"}) is stopped
     assert (stopped.summary["steps"], stopped.summary["finished"]) == (steps + 1, True)
+    told = capsys.readouterr().out
+    assert f"run.resume(steps={2 * (steps + 1)})" in told
+    assert "offbeat train" not in told
 
 
 def test_a_callback_ends_the_run(tmp_path):

@@ -4,9 +4,22 @@
 2. All other errors that Offbeat raises on purpose are also kinds of `OffbeatError`; any other exception is a bug.
 """
 
+import itertools
+import os
+import traceback
+
+PACKAGE, IPYTHON = os.path.dirname(__file__) + os.sep, f"{os.sep}IPython{os.sep}"
+
 
 class OffbeatError(Exception):
     """A failure that Offbeat expects and can describe."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Returns the lines that IPython shows in a notebook: the user's own lines that led to the error, and its
+        message. The rest of the traceback is about Offbeat and would hide the message."""
+        frames = [frame for frame in traceback.extract_tb(self.__traceback__) if IPYTHON not in frame.filename]
+        own = itertools.takewhile(lambda frame: not frame.filename.startswith(PACKAGE), frames)
+        return [*(f"----> {frame.lineno} {frame.line}" for frame in own), f"{type(self).__name__}: {self}"]
 
 
 class UserError(OffbeatError, ValueError):

@@ -88,6 +88,7 @@ class Run:
                 ],
                 training.button,
                 self._begun,
+                from_python=True,
             )
             training.start(lambda: _launch(prepared.config, given, home), wait=wait)
 
@@ -116,8 +117,9 @@ class Run:
         return read_metrics(self.path / METRICS)
 
     def frame(self) -> Any:
-        """Returns the metrics as a pandas data frame with the step as index."""
-        return import_extra("pandas", "notebook", "Run.frame").DataFrame(self.metrics).set_index("step")
+        """Returns the metrics as a pandas data frame. The step is a column and, without a name, the index."""
+        frame = import_extra("pandas", "notebook", "Run.frame").DataFrame(self.metrics)
+        return frame.set_index("step", drop=False).rename_axis(None)
 
     def plot(self) -> Figure:
         """Returns a matplotlib figure of training and held-out reward, which a notebook shows."""
@@ -144,8 +146,8 @@ class Run:
         limit: int | None = None,
         newest_first: bool = True,
     ) -> list[dict[str, Any]]:
-        """Returns answers, each with its prompt, right answer, reward and step; the filters are those of `offbeat
-        show`. `pandas.DataFrame(run.trajectories())` makes a table of them."""
+        """Returns answers, each with its prompt, right answer, reward, the reward's parts, and step; the filters are
+        those of `offbeat show`, and `task` is its ID. `pandas.DataFrame(run.trajectories())` makes a table of them."""
         from offbeat.tools.trajectories import read_trajectories
 
         return read_trajectories(

@@ -15,9 +15,9 @@ from ledger_run import claim, eval_groups, full_step, handed, new_groups, score_
 
 from offbeat.cli.main import main
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.records import LedgerTerms
+from offbeat.ledger.records import LedgerTerms, Scored
 from offbeat.model.loading import load_tokenizer
-from offbeat.trajectory import End, Segment, Task, Trajectory
+from offbeat.trajectory import End, Reward, Segment, Task, Trajectory
 
 PARTS = ("Twelve", " and a half")
 
@@ -83,15 +83,16 @@ def show(run: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_the_list_has_a_line_for_each_trajectory(run: Path, capsys: pytest.CaptureFixture[str]):
-    lines = show(run, capsys).splitlines()
+    *lines, hint = show(run, capsys).splitlines()
+    assert hint == f"offbeat show {run} ID shows one answer in full, with its history"
     assert lines[0].split()[:6] == ["task", "group", "for", "state", "step", "reward"]
     assert [int(line.split()[0]) for line in lines[1:]] == [7, 6, 5, 4, 3, 2, 1]
     cells = lines[1].split()
     assert cells[2:6] == ["train", "trained", "2", "failed"]
     assert "0-1" in cells
     assert lines[1].endswith("".join(PARTS))
-    assert len(show(run, capsys, "--last", "2").splitlines()) == 3
-    assert len(show(run, capsys, "--step", "2").splitlines()) == 4
+    assert len(show(run, capsys, "--last", "2").splitlines()) == 4
+    assert len(show(run, capsys, "--step", "2").splitlines()) == 5
     assert show(run, capsys, "--step", "9") == "no training answers at step 9\n"
 
 
@@ -102,6 +103,36 @@ def test_a_line_has_the_prompt_and_the_right_answer_before_the_response(
     head, line, *_ = show(run, capsys).splitlines()
     starts = [head.index(name) for name in ("prompt", "right answer", "response")]
     assert [line[start:].split("  ")[0].strip() for start in starts] == ["2+1=", "3", "".join(PARTS)]
+
+
+def test_texts_that_are_too_long_for_a_line_get_lines_of_their_own_and_keep_their_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "config.json").write_text(json.dumps({"model": {"path": "offbeat-tiny", "tokenizer": None}}))
+    words = " ".join(f"{number}+" for number in range(60)) + " so #### 72"
+    with Ledger(tmp_path / "ledger.sqlite", LedgerTerms(min_group=1, max_staleness=1)) as ledger:
+        ledger.publish(version(0, 0))
+        ledger.admit([long_enough(group, words) for group in new_groups(ledger, 1, size=1)])
+        ledger.submit([handed(said(task, words), "w1") for task in ledger.lease("w1", 1, 0)])
+    monkeypatch.setenv("COLUMNS", "100")
+    head, figures, *texts, _ = show(tmp_path, capsys).splitlines()
+    assert head.split()[-1] == "worker"
+    assert figures.split()[-1] == "w1"
+    assert [text.split()[0] for text in texts] == ["prompt", "right", "response"]
+    assert texts[-1].startswith("    response      0+ 1+ 2+")
+    assert texts[-1].endswith("so #### 72")
+    assert len(texts[-1]) == 100
+
+
+def test_of_equal_rewards_different_prompts_come_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "config.json").write_text(json.dumps({"model": {"path": "offbeat-tiny", "tokenizer": None}}))
+    with Ledger(tmp_path / "ledger.sqlite", LedgerTerms(min_group=2)) as ledger:
+        ledger.publish(version(0, 0))
+        ledger.admit(new_groups(ledger, 3, size=2))
+        ledger.score([Scored(task.id, [Reward(1.0)]) for task in work(ledger, 0)])
+    groups = [row["group"] for row in json.loads(show(tmp_path, capsys, "--best", "4", "--json"))]
+    assert groups[:3] == [3, 2, 1]
+    assert [row["parts"] for row in json.loads(show(tmp_path, capsys, "--last", "1", "--json"))] == [{"reward": 1.0}]
 
 
 def test_lists_are_of_training_answers_unless_asked_otherwise(evaluated: Path, capsys: pytest.CaptureFixture[str]):

@@ -10,11 +10,11 @@ import offbeat
 from offbeat.cli.main import main
 from offbeat.config import load
 from offbeat.config.keys import known_keys
-from offbeat.config.other_names import SECTIONS, TRL, VERL, known_elsewhere
+from offbeat.config.other_names import ELSEWHERE, IN_PYTHON, SECTIONS, TRL, VERL, known_elsewhere
 from offbeat.errors import UserError
 
 
-@pytest.mark.parametrize("name, ours", [*TRL.items(), *VERL.items()])
+@pytest.mark.parametrize("name, ours", [*TRL.items(), *VERL.items(), *ELSEWHERE.items()])
 def test_every_name_leads_to_a_key_that_exists_or_says_why_there_is_none(name: str, ours: str):
     assert ours.startswith("no key: ") or ours.split(" ")[0] in known_keys()
 
@@ -54,8 +54,31 @@ def test_the_names_of_trl_are_answered_in_a_file_on_the_command_line_and_in_pyth
         load(tmp_path / "run.toml")
     assert main(["train", f"--{name}", "1"]) == 2
     assert capsys.readouterr().err.startswith(f"offbeat: --{name}: unknown option; TRL's {name} is --{key}")
-    with pytest.raises(UserError, match=rf"^{name} = 1: unknown key; TRL's {name} is {key}\b.* here"):
+    argument = re.escape(IN_PYTHON.get(key, key))
+    with pytest.raises(UserError, match=rf"^{name} = 1: unknown key; TRL's {name} is {argument}.* here"):
         offbeat.train({}, **{name: 1})
+
+
+@pytest.mark.parametrize(
+    "name, value, told",
+    [
+        ("reward_funcs", print, "reward_funcs: unknown key; TRL's reward_funcs is reward= here"),
+        ("train_dataset", object(), "train_dataset: unknown key; TRL's train_dataset is task= here"),
+        ("processing_class", object(), "processing_class: unknown key; TRL's processing_class is model.tokenizer here"),
+        ("dataset", [1], "dataset = [1]: unknown key; dataset is task= here"),
+        ("batch_size", 4, "batch_size = 4: unknown key; batch_size is batch.groups_per_step here (in prompts"),
+        ("epochs", 3, "epochs = 3: unknown key; epochs is steps= here (in steps, not epochs)"),
+    ],
+)
+def test_python_is_answered_with_pythons_arguments_and_without_the_text_of_objects(name, value, told):
+    with pytest.raises(UserError, match=f"^{re.escape(told)}"):
+        offbeat.train({}, **{name: value})
+
+
+def test_a_section_that_others_have_is_answered_with_ours(tmp_path):
+    (tmp_path / "run.toml").write_text('[dataset]\nfile = "a.jsonl"\n')
+    with pytest.raises(UserError, match=r"\[dataset\]: unknown section; dataset is task\.path here$"):
+        load(tmp_path / "run.toml")
 
 
 def test_a_key_of_verl_is_known_by_the_end_of_its_name(tmp_path):

@@ -99,5 +99,19 @@ def test_a_reward_from_python_judges_all(tmp_path):
 
 def test_a_source_without_a_reward_wants_one(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"prompt": "a"}\n')
-    with pytest.raises(UserError, match=r"task.reward: data has no reward of its own; set one of"):
+    with pytest.raises(
+        UserError, match=r"task.reward: data has no reward of its own; .*; in Python, give reward=FUNCTION$"
+    ):
         build_mixture([FileTask(source="file", path=f"{tmp_path}/data.jsonl")], seed=0)
+
+
+def test_a_run_that_began_with_a_reward_from_python_wants_it_again(tmp_path):
+    task, home = FileTask(source="file", path=f"{tmp_path}/data.jsonl"), tmp_path / "runs" / "a"
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a"}\n')
+    told = r'runs/a: its reward, judge, was given from Python.*Run\(".*/runs/a"\)\.resume\(reward='
+    with pytest.raises(UserError, match=told):
+        build_mixture([task], seed=0, home=home, began_with={"data": "judge"})
+    named = task.model_copy(update={"reward": "exact"})
+    with pytest.raises(UserError, match=told):
+        build_mixture([named], seed=0, home=home, began_with={"data": "judge"})
+    assert build_mixture([named], seed=0, home=home, began_with={"data": "exact"}).rewards == {"exact": "exact"}

@@ -50,7 +50,10 @@ def test_chats_are_recognised_by_their_first_row(tmp_path):
     "rows, told",
     [
         ([], "^task: has no rows"),
-        ([{"question": "a"}], r"^task: row 1 has no column 'prompt'; allowed question; name it as in task="),
+        (
+            [{"question": "a"}],
+            r"^task: row 1 has no column 'prompt'; it has question; name .* \"prompt\": \"question\"}$",
+        ),
         ([*ROWS, {"prompt": 3}], "^task: row 6: prompt is 3, an int; a prompt must be text"),
         ([*ROWS, "a"], "^task: row 6 is 'a', a str; give a dict"),
         (DatasetDict(train=Dataset.from_list(ROWS)), "^task: is a dict of train; give one split"),
@@ -60,6 +63,13 @@ def test_chats_are_recognised_by_their_first_row(tmp_path):
 def test_what_is_wrong_is_one_line_with_the_row(rows, told, tmp_path):
     with pytest.raises(UserError, match=told):
         record(rows, tmp_path / "rows.jsonl", {}, "task")
+
+
+def test_a_column_that_was_named_wrongly_is_not_asked_for_once_more(tmp_path):
+    with pytest.raises(UserError, match=r"^task: row 1 has no column 'question'; it has prompt, answer, tags$"):
+        recorded(ROWS, tmp_path, prompt="question")
+    with pytest.raises(UserError, match=r"^task: row 1 has no column 'promt'; did you mean 'prompt'\?$"):
+        recorded(ROWS, tmp_path, prompt="promt")
 
 
 def test_an_endless_generator_is_found_out(tmp_path, monkeypatch):

@@ -30,7 +30,7 @@ def said() -> list[str]:
     """All that an adviser can say."""
 
     def adviser() -> Adviser:
-        return Adviser(Keys(max_new_tokens=64, group_size=8, max_staleness=2), "runs/NAME")
+        return Adviser(Keys(max_new_tokens=64, group_size=8, max_staleness=2, lr=0.5), "runs/NAME")
 
     trial = right_answer_earns("questions", "42", "questions.jsonl:1", 0.0, 0.0)
     assert trial is not None
@@ -43,6 +43,9 @@ def said() -> list[str]:
         found += own
     watching = adviser()
     rows = [{**ROW, "entropy": 0.55}] * 3 + [{**ROW, "entropy": 0.004}] * 10
+    found += [advice for row in rows for advice in watching.step(row)]
+    watching = adviser()
+    rows = [{**ROW, "samples": 64, "reward": 0.84}] + [{**ROW, "samples": 64, "reward": 0.0}] * 3
     found += [advice for row in rows for advice in watching.step(row)]
     return [advice.text for advice in found]
 

@@ -28,6 +28,11 @@ def test_what_a_run_does_is_said_in_a_few_words(activity, text):
     assert in_words(found, "", had_worker=False) == text
 
 
+def test_the_engines_rate_is_a_sign_of_life_while_the_first_answers_are_long():
+    found = Activity(**{**WORKING, "num_answers": 0, "is_training": False})
+    assert in_words(found, "local", had_worker=True, tokens_per_second=41.26) == "answers 0/64, 41.3 tokens/s"
+
+
 def test_who_is_waited_for_depends_on_who_was_there():
     nobody = Activity(**{**WORKING, "num_workers": 0, "num_answers": 0, "is_training": False})
     assert in_words(nobody, "local", had_worker=False) == "starting the engine"
@@ -51,3 +56,4 @@ def test_something_moves_within_the_steps_of_a_real_run(tmp_path, monkeypatch):
     assert len({num for num, _ in counts}) > 2
     assert all(0 <= num <= 16 for num, _ in counts)
     assert any(re.search(r"held-out [1-7]/8", text) for text in told)
+    assert any(re.search(r"answers \d+/16, .* tokens/s$", text) for text in told)

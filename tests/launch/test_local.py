@@ -12,6 +12,7 @@ import offbeat
 from offbeat.cli.main import main
 from offbeat.config import from_dict
 from offbeat.errors import UserError
+from offbeat.launch import wiring
 from offbeat.ledger.ledger import Ledger
 from offbeat.observability.metric_files import read_metrics
 from offbeat.tools.evaluate import evaluate
@@ -122,7 +123,7 @@ def test_another_chat_template_on_resume_is_refused(tmp_path):
 
 def test_evaluation_of_a_model_gives_mean_and_pass_at_k():
     config = from_dict({"eval": {"prompts": 40, "samples": 4}, "run": {"threads": 1}})
-    figures = evaluate(config)
+    figures = evaluate(config, wiring.make_mixture(config))
     assert figures["eval_prompts"] == 40
     assert figures["eval_failed"] == 0
     assert 0.1 < figures["eval_mean@4"] < 0.6

@@ -32,7 +32,7 @@ def test_an_evaluation_whose_rewards_fail_too_often_gives_no_figures_and_keeps_i
     config = from_dict({"eval": {"prompts": 6}, "run": {"threads": 1}, "rollout": {"max_new_tokens": 4}})
     told = r"^2 of the latest 6 rewards failed .*raised: ValueError: no egg .*; fix the reward \(see (.*)\)$"
     with pytest.raises(OffbeatError, match=told) as caught:
-        evaluate(config, reward=judge)
+        evaluate(config, wiring.make_mixture(config, judge))
     log = Path(str(caught.value).rpartition("see ")[2].rstrip(")"))
     assert "Traceback" in log.read_text()
     log.unlink()

@@ -7,7 +7,7 @@ import pytest
 
 from offbeat.observability.advice import Adviser, Keys, right_answer_earns
 
-KEYS = Keys(max_new_tokens=64, group_size=8, max_staleness=2)
+KEYS = Keys(max_new_tokens=64, group_size=8, max_staleness=2, lr=0.5)
 LEARNING = json.loads(
     '{"reward": 0.4, "reward_min": 0.0, "reward_max": 1.0, "samples": 8, "tokens": 80, "num_trained_tokens": 80,'
     ' "signal_share": 0.8, "cut_share": 0.1, "entropy": 0.5, "kept_share": 1.0, "dropped_no_signal": 0}'
@@ -54,6 +54,20 @@ def test_a_reward_that_is_always_the_same_is_told_with_its_value():
     (advice,) = watching.step({**LEARNING, **same})
     assert "all 24 answers so far earned 0.5" in advice.text
     assert "task.reward" in advice.text
+
+
+def test_a_reward_that_has_fallen_is_blamed_on_the_learning_rate_and_on_nothing_else():
+    """Nothing else is advised, though most answers are now cut and none teaches anything."""
+    watching, spoilt = adviser(), {"reward": 0.0, "signal_share": 0.0, "cut_share": 1.0, "samples": 64}
+    rows = [{"reward": 0.84, "samples": 64}, *[spoilt] * 30]
+    found = [advice for row in rows for advice in watching.step({**LEARNING, **row})]
+    assert [advice.about for advice in found] == ["fallen reward"]
+    assert found[0].text.startswith("the reward has fallen from 0.84 to 0: optimizer.lr = 0.5 is probably too large")
+    assert "start a new run with optimizer.lr = 0.05" in found[0].text
+
+
+def test_a_low_reward_of_few_answers_has_not_fallen():
+    assert told({"reward": 0.5}, *[{"reward": 0.0}] * 3, *[{"reward": 0.4}, {"reward": 0.1}] * 20) == []
 
 
 def test_a_few_wrong_answers_are_no_finding():

@@ -163,16 +163,40 @@ def test_a_terminal_gets_lines_a_bar_and_a_panel(monkeypatch):
         assert told in text
 
 
+def test_the_bar_is_at_the_step_of_the_line_above_it_and_forgets_an_evaluation_that_is_over(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    file = Terminal()
+    with open_console("rich", 10, file=file) as console:
+        console.step(ROW)
+        assert "step 3/10" in file.getvalue()
+        console.doing("held-out 0/15")
+        before = len(file.getvalue())
+        console.step(EVALUATION)
+        assert "held-out 0/15" not in file.getvalue()[before:].rpartition("0.500")[2]
+
+
 def test_the_end_says_what_came_of_it_and_what_to_do_next():
     words = dict(closing_lines(SUMMARY, "runs/x"))
     assert words["reward"] == "0.410 → 0.890  (first 3 steps → last 10 steps)"
     assert words["held-out"] == "0.390 → 0.870  (15 problems, 4 answers each)"
     failed = dict(closing_lines({**SUMMARY, "eval_samples": 23, "eval_failed": 37}, "runs/x"))
     assert failed["held-out"] == "0.390 → 0.870  (23 of 60 answers; 37 failed)"
-    assert words["time"] == "60 steps in 2 min 11 s"
+    assert words["time"] == "60 steps in 2 min 11 s", "of an older run"
+    words = dict(closing_lines({**SUMMARY, "seconds_in_steps": 71.1, "failures": {"raised": 3}}, "runs/x"))
+    assert words["time"] == "2 min 11 s  (1 min 11 s in 60 steps, 1 min 0 s before and after them)"
+    assert words["reward"] == "0.410 → 0.890  (first 3 steps → last 10 steps, without answers that failed)"
+    words = dict(closing_lines(SUMMARY, "runs/x"))
     assert words["or"] == "offbeat train --resume runs/x --run.steps 120"
     stopped = dict(closing_lines({"finished": False, "steps": 3, "reward_first": None}, "runs/x"))
     assert stopped == {"run": "runs/x", "next": "offbeat train --resume runs/x"}
+
+
+def test_the_end_of_a_run_from_python_says_what_to_call_next():
+    words = dict(closing_lines(SUMMARY, "runs/x", from_python=True))
+    assert (words["next"], words["or"]) == ('run.export("MODEL_DIR")', "run.resume(steps=120)")
+    stopped = dict(closing_lines({"finished": False, "steps": 3}, "runs/x", from_python=True))
+    assert stopped["next"] == "run.resume()"
 
 
 def test_numbers_are_short():

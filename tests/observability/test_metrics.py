@@ -1,5 +1,6 @@
 """What a run tells of its steps: rows from finished batches, alarms from events, and the summary at the end."""
 
+import importlib.util
 import io
 import json
 
@@ -202,8 +203,16 @@ def test_a_summary_compares_the_first_steps_with_the_last():
     assert summary["reward_first"] == pytest.approx(0.02)  # steps 1 to 3
     assert summary["reward_last"] == pytest.approx(0.255)  # steps 21 to 30
     assert (summary["eval_first"], summary["eval_last"]) == (0.1, 0.9)
+    assert summary["seconds_in_steps"] == 60.0
     assert (summary["samples_per_second"], summary["tokens_per_second"]) == (2.0, 4.0)
     assert summary["max_staleness_trained"] == 2
+
+
+def test_a_missing_picture_is_told_with_the_line_that_installs_matplotlib(reporter, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    reporter.finish(seconds=3.0, stopped_by=None, counts=Counts())
+    assert "no reward.png, because matplotlib is not installed: pip install" in reporter.console.file.getvalue()
+    assert not (reporter.folder.path / "reward.png").exists()
 
 
 def test_a_run_that_trained_nothing_has_a_summary_too():

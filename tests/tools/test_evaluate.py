@@ -79,8 +79,11 @@ def test_a_reward_that_came_from_python_must_come_from_there_again(folder, monke
 
     given = {**SMALL, "run.name": "b"}
     local.train(load(None, [f"--{key}={value}" for key, value in given.items()]), given=Given(two))
-    with pytest.raises(UserError, match="a Python function that its config"):
+    with pytest.raises(UserError, match=r'^runs/b: its reward, two, was given from Python.*"runs/b"\).*\.evaluate\('):
         evaluate_run(Path("runs/b"))
-    assert main(["eval", "runs/b"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    for words in (["eval", "runs/b"], ["train", "--resume", "runs/b", "--run.steps=3"]):
+        assert main(words) == 2
+        told = capsys.readouterr().err
+        assert "was given from Python" in told
+        assert told.count("\n") == 1
     assert evaluate_run(Path("runs/b"), reward=two)["eval_mean@1"] == 2.0

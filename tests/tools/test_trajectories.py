@@ -14,8 +14,8 @@ from offbeat.ledger.records import LedgerTerms
 from offbeat.tools.trajectories import read_trajectories
 
 KEYS = (
-    *("id", "step", "purpose", "source", "prompt", "response", "answer", "reward", "error", "num_tokens", "worker"),
-    *("ended_by", "first_version", "last_version"),
+    *("task", "step", "purpose", "source", "prompt", "response", "answer", "reward", "error", "num_tokens", "worker"),
+    *("ended_by", "first_version", "last_version", "parts"),
 )
 
 
@@ -33,9 +33,10 @@ def run(tmp_path: Path) -> Path:
 
 def test_a_row_has_texts_figures_and_the_right_answer(run: Path):
     newest, *_ = rows = read_trajectories(run)
-    assert [row["id"] for row in rows] == [8, 7, 6, 5, 4, 3, 2, 1]
+    assert [row["task"] for row in rows] == [8, 7, 6, 5, 4, 3, 2, 1]
     assert set(newest) == set(KEYS)
     assert (newest["step"], newest["purpose"], newest["source"], newest["answer"]) == (2, "train", "sums", "4")
+    assert newest["parts"] == {"reward": newest["reward"]}
     assert isinstance(newest["prompt"], str)
     assert isinstance(newest["response"], str)
     assert (newest["first_version"], newest["last_version"], newest["ended_by"]) == (1, 1, "stop")
@@ -43,9 +44,11 @@ def test_a_row_has_texts_figures_and_the_right_answer(run: Path):
 
 
 def test_conditions_and_order_are_the_callers(run: Path):
-    assert [row["id"] for row in read_trajectories(run, step=1, newest_first=False, limit=3)] == [1, 2, 3]
+    assert [row["task"] for row in read_trajectories(run, step=1, newest_first=False, limit=3)] == [1, 2, 3]
     assert read_trajectories(run, purpose="eval") == []
     assert read_trajectories(run, worker="nobody") == []
+    with pytest.raises(UserError, match=r'^purpose = "training": allowed "train", "eval", or None for both$'):
+        read_trajectories(run, purpose="training")
     best = max(row["reward"] for row in read_trajectories(run))
     assert {row["reward"] for row in read_trajectories(run, min_reward=best)} == {best}
     assert all(row["reward"] < best for row in read_trajectories(run, max_reward=best - 1e-9))

@@ -50,15 +50,17 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         from offbeat.cli.preview import check
 
         check(config)
-        from offbeat.tools.evaluate import check_rewards, evaluate, weights_of
+        from offbeat.launch import wiring
+        from offbeat.tools.evaluate import evaluate, warn_of_few, weights_of
 
-        if tasks is not None:
-            check_rewards(tasks, config)
+        mixture = wiring.make_mixture(config, home=tasks)
+        if arguments.prompts is not None:
+            warn_of_few(mixture, config.eval.prompts)
         if source is not None:
             with where_it_started(source):
                 folder = stack.enter_context(weights_of(source))
             config = load(file, [*words, f"--model.path={folder}"])
-        figures = evaluate(config, home=tasks)
+        figures = evaluate(config, mixture)
     _print(figures, config, as_json=arguments.json)
     return 0
 

@@ -34,8 +34,10 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--last", metavar="N", type=int, help=f"the latest N trajectories (the default, with {NUM_ROWS})"
     )
-    parser.add_argument("--best", metavar="N", type=int, help="the N of the highest reward")
-    parser.add_argument("--worst", metavar="N", type=int, help="the N of the lowest reward")
+    parser.add_argument(
+        "--best", metavar="N", type=int, help="the N of the highest reward, with different prompts if it is equal"
+    )
+    parser.add_argument("--worst", metavar="N", type=int, help="the N of the lowest reward, likewise")
     parser.add_argument("--train", action="store_true", help="training answers (the default for lists)")
     parser.add_argument("--eval", action="store_true", help="evaluation answers; with --train, both")
     parser.add_argument("--step", metavar="N", type=int, help="what step N trained on; with --eval, made after step N")
@@ -67,7 +69,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
             except Unknown as error:
                 raise UserError(f"{folder}: {error}") from error
         else:
-            _show_list(ledger, order, limit, _filter(arguments, default="train"), decode, arguments.json)
+            _show_list(folder, ledger, order, limit, _filter(arguments, default="train"), decode, arguments.json)
     return 0
 
 
@@ -110,7 +112,15 @@ def _chosen(arguments: argparse.Namespace) -> tuple[str, int]:
     return "latest" if name == "last" else name, count
 
 
-def _show_list(ledger: Ledger, order: str, limit: int, which: TrajectoryFilter, decode: Decode, as_json: bool) -> None:
+def _show_list(
+    folder: Path,
+    ledger: Ledger,
+    order: str,
+    limit: int,
+    which: TrajectoryFilter,
+    decode: Decode,
+    as_json: bool,
+) -> None:
     rows = ledger.list_trajectories(limit, order, which)
     problems = ledger.load_problems(rows)
     texts = [None if found is None else decode(found.tokens) for found in ledger.load_trajectories(rows)]
@@ -127,14 +137,15 @@ def _show_list(ledger: Ledger, order: str, limit: int, which: TrajectoryFilter, 
         response = "(pruned)" if text is None else _one_line(text)
         table.append([*_figures(row), _one_line(_asked(problem)), _one_line(as_text(problem["answer"])), response])
     print("\n".join(_table(table)))
+    print(f"offbeat show {folder} ID shows one answer in full, with its history")
 
 
 HEAD = (
     *("task", "group", "for", "state", "step", "reward", "tokens", "versions", "worker"),
     *("prompt", "right answer", "response"),
 )
-MAX_TEXT = 400
-"""Largest number of characters of a text that a line of the list shows, however wide the screen is."""
+NUM_TEXTS = 3
+"""Number of texts at the end of `HEAD`."""
 
 
 def _figures(row: TrajectoryRow) -> list[str]:
@@ -153,7 +164,7 @@ def _asked(problem: dict[str, Any]) -> str | None:
 
 
 def _one_line(text: str | None) -> str:
-    return "" if text is None else printable(" ".join(text[: 4 * MAX_TEXT].split()))[:MAX_TEXT]
+    return "" if text is None else printable(" ".join(text.split()))
 
 
 def _nothing(ledger: Ledger, which: TrajectoryFilter) -> str:
@@ -168,25 +179,38 @@ def _nothing(ledger: Ledger, which: TrajectoryFilter) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns lines with aligned columns. The last three columns, which are texts, share the rest of the screen's
-    width."""
-    num_texts = 3
-    widths = [max(len(row[place]) for row in rows) for place in range(len(HEAD))]
-    fixed = widths[:-num_texts]
-    left = shutil.get_terminal_size((120, 24)).columns - sum(fixed) - 2 * (len(HEAD) - 1)
-    prompts, answers, _ = widths[-num_texts:]
-    answer = min(answers, max(len("right answer"), left // 5))
-    prompt = min(prompts, max(16, (left - answer) // 2))
-    response = max(20, left - answer - prompt)
-    shown = [*fixed, prompt, answer]
-    return [
-        "  ".join([*(f"{_cut(c, w):<{w}}" for c, w in zip(row, shown, strict=False)), row[-1][:response]]).rstrip()
-        for row in rows
-    ]
+    """Returns aligned columns if each row fits into a line of the screen. Otherwise, each of a row's texts has a line
+    of its own below the figures."""
+    width = shutil.get_terminal_size((120, 24)).columns
+    if sum(widths := _widths(rows)) + 2 * (len(widths) - 1) <= width:
+        return [_aligned(row, widths) for row in rows]
+    head, *others = rows
+    names, indent = head[-NUM_TEXTS:], " " * 4
+    name_width = max(len(name) for name in names) + 2
+    figures = [row[:-NUM_TEXTS] for row in rows]
+    widths = _widths(figures)
+    lines = [_aligned(figures[0], widths)]
+    for row, cells in zip(others, figures[1:], strict=True):
+        lines.append(_aligned(cells, widths))
+        texts = zip(names, row[-NUM_TEXTS:], strict=True)
+        lines += [f"{indent}{name:<{name_width}}{_cut(text, width - 4 - name_width)}" for name, text in texts if text]
+    return lines
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+
+def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return "  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
 def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"
+    """Shortens a text to `width` characters in its middle, because an answer often ends with the result."""
+    if len(text) <= width:
+        return text
+    num_last = max((width - 3) // 2, 1)
+    return f"{text[: max(width - 3 - num_last, 1)]} … {text[-num_last:]}"
 
 
 def _show_one(ledger: Ledger, task: int, decode: Decode, with_tokens: bool, as_json: bool) -> None:

@@ -136,7 +136,7 @@ def _dry_run(config: Config, resume: Path | None) -> int:
                 except UserError as error:
                     mistakes.append(error)
             try:
-                async with checking(config) as found:
+                async with checking(config, home=resume) as found:
                     lines.extend(preview(config, resume, found.num_parameters, found.num_held_out))
                     lines.extend(["", "checked", *found.lines(), *roles])
                     advice.extend(found.advice())

@@ -23,7 +23,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from offbeat.config.keys import MISSING, TASK_MODELS, Path, dotted, field_at, is_hidden, suggest_key, value_at
+from offbeat.config.keys import TASK_MODELS, Path, dotted, field_at, is_hidden, suggest_key, value_at
 from offbeat.config.migrations import removed_at
 from offbeat.config.other_names import SECTIONS, known_elsewhere
 from offbeat.config.schema import Config, Section
@@ -53,6 +53,8 @@ KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (Mapping, "a table"),
     ((datetime.date, datetime.time), "a date or time"),
 )
+KNOWN_KINDS = (bool, int, float, str, list, tuple, datetime.date, datetime.time)
+"""Types of values that errors show; the text of other objects, such as functions and datasets, says little."""
 HIDDEN_CHOICES = ("paced",)
 """Values only for tests, which errors and documentation do not list."""
 RANGE_ERRORS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
@@ -69,6 +71,8 @@ class ValueOrigin:
     """Keys given on the command line, as the user typed them, by their place in the configuration."""
     root: type[Section] = Config
     """Pydantic model of the whole file."""
+    from_python: bool = False
+    """Whether the values are arguments of a call."""
 
     def line(self, place: Path) -> int | None:
         """Returns the line of a key, or of the nearest table around it; None: unknown."""
@@ -145,7 +149,7 @@ class _Mistake:
         name = dotted(place, self.data)
         if isinstance(value, Mapping):
             name = "[[task]]" if place[0] == "task" and len(place) == 2 else f"[{name}]"
-        elif value is not MISSING:
+        elif value is None or isinstance(value, KNOWN_KINDS):
             name = f"{name} = {show(value)}"
         return f"{self.origin.before(self.place)}{name}: {self._what()}"
 
@@ -155,7 +159,8 @@ class _Mistake:
             if removed := removed_at(self.place) if self.origin.root is Config else None:
                 return f"this key was removed in {removed.since}; take it out ({removed.instead})"
             what = "unknown section" if len(self.place) == 1 and isinstance(value, Mapping) else "unknown key"
-            if self.origin.root is Config and (elsewhere := known_elsewhere(self.place, value)):
+            python = self.origin.from_python
+            if self.origin.root is Config and (elsewhere := known_elsewhere(self.place, value, in_python=python)):
                 return f"{what}; {elsewhere}"
             if what == "unknown section" and self.origin.root is Config and (ours := SECTIONS.get(str(self.place[0]))):
                 return f"{what}; its settings are in {ours} here"

@@ -50,7 +50,7 @@ def from_dict(data: Mapping[str, Any], overrides: Mapping[str, Any] | None = Non
         for name, inner in value.items() if nested else [("", value)]:
             _put(plain, _place(plain, f"{key}.{name}".strip(".")), inner, key)
     _one_list_of_tasks(plain)
-    return _validate(plain, ValueOrigin())
+    return _validate(plain, ValueOrigin(from_python=True))
 
 
 def load_as(path: pathlib.Path | str, root: type[AnySection]) -> tuple[AnySection, ValueOrigin]:

@@ -1,4 +1,5 @@
-"""Names of settings in TRL and verl, with the keys that do the same in Offbeat, for errors about unknown keys and docs.
+"""Names of settings in TRL, verl and elsewhere, with the keys that do the same in Offbeat, for errors about unknown
+keys and docs.
 
 A value is a key of the configuration, perhaps with a remark in brackets. A value without a key, which begins with "no
 key", says why there is none.
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 TRL = {
     "model": "model.path",
     "model_name_or_path": "model.path",
+    "processing_class": "model.tokenizer",
     "args": "no key: its entries are sections here",
     "output_dir": "run.dir (with run.name)",
     "run_name": "run.name",
@@ -56,6 +58,8 @@ TRL = {
     "loss_type": "loss.name",
     "scale_rewards": 'loss.advantage ("group" divides by the standard deviation, "mean" does not)',
     "importance_sampling_level": 'loss.name = "gspo"',
+    "top_entropy_quantile": "no key: all tokens are trained on",
+    "remove_unused_columns": "no key: a reward gets every column that it names",
     "mask_truncated_completions": "no key: see reward.overlong_tokens",
     "bf16": 'model.dtype = "bfloat16"',
     "fp16": "model.dtype (bfloat16 or float32)",
@@ -120,7 +124,24 @@ VERL = {
     "trainer.default_local_dir": "run.dir",
     "trainer.n_gpus_per_node": "no key: one device trains",
 }
-LIBRARIES = {"TRL": TRL, "verl": VERL}
+ELSEWHERE = {
+    "dataset": "task.path",
+    "data": "task.path",
+    "batch_size": "batch.groups_per_step (in prompts, not answers)",
+    "epochs": "run.steps (in steps, not epochs)",
+    "num_epochs": "run.steps (in steps, not epochs)",
+}
+LIBRARIES = {"TRL's ": TRL, "verl's ": VERL, "": ELSEWHERE}
+"""Tables of names, by what an error says before a name."""
+IN_PYTHON = {
+    "model.path": "model=",
+    "task.path": "task=",
+    "task.reward": "reward=",
+    "run.steps": "steps=",
+    "run.name": "name=",
+    "optimizer.lr": "lr=",
+}
+"""Arguments of `offbeat.train` that stand for keys."""
 
 
 SECTIONS = {
@@ -134,12 +155,15 @@ SECTIONS = {
 """Usual names of sections elsewhere, with the sections that hold such settings here."""
 
 
-def known_elsewhere(place: Sequence[str | int], value: object = None, before: str = "") -> str | None:
-    """Returns a sentence about a key of TRL or verl, such as "TRL's beta is loss.kl_coef here"; None if neither has the
-    key. If `value`, the key's value, is a table, the sentence is about the first known key in it. `before` is put in
-    front of Offbeat's key, such as the dashes of a command line."""
+def known_elsewhere(
+    place: Sequence[str | int], value: object = None, before: str = "", *, in_python: bool = False
+) -> str | None:
+    """Returns a sentence about a key of TRL, verl or others, such as "TRL's beta is loss.kl_coef here"; None if no
+    table has the key. If `value`, the key's value, is a table, the sentence is about the first known key in it.
+    `before` is put in front of Offbeat's key, such as the dashes of a command line. `in_python` names arguments of
+    `offbeat.train` in place of keys where there are any."""
     if isinstance(value, Mapping):
-        inner = (known_elsewhere((*place, name), entry, before) for name, entry in value.items())
+        inner = (known_elsewhere((*place, name), entry, before, in_python=in_python) for name, entry in value.items())
         return next((text for text in inner if text), None)
     names = [str(name).replace("-", "_") for name in place]
     for library, table in LIBRARIES.items():
@@ -148,6 +172,7 @@ def known_elsewhere(place: Sequence[str | int], value: object = None, before: st
             if ours := table.get(name):
                 key, bracket, remark = ours.partition(" (")
                 if key.startswith("no key"):
-                    return f"{library}'s {name} has {ours}"
-                return f"{library}'s {name} is {before}{key} here{bracket}{remark}"
+                    return f"{library}{name} has {ours}"
+                key = IN_PYTHON.get(key, key) if in_python else key
+                return f"{library}{name} is {before}{key} here{bracket}{remark}"
     return None

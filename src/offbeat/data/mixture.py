@@ -97,20 +97,27 @@ def build_mixture(
     reward: RewardSpec | None = None,
     functions: Functions | None = None,
     home: Path | None = None,
+    began_with: Mapping[str, str] | None = None,
 ) -> Mixture:
     """Builds the mixture of a configuration's `task` list. If `reward` is given, it replaces the rewards of all
     sources. `functions` are sources from Python, by `task.path`. `home` is the run's folder, which keeps the rows given
-    from Python."""
+    from Python. `began_with` are the names of the rewards with which that run began, by source (None: a new run)."""
     members: list[WeightedSource] = []
     rewards: dict[str, RewardSpec] = {}
     for position, task in enumerate(tasks):
         source = _build_source(task, seed + SEED_STEP * position, functions or {}, home)
         name = _unique(source.name, {member.name for member in members})
         chosen = _name_of(reward) if reward else task.reward or source.default_reward
+        before = (began_with or {}).get(name, chosen)
+        if reward is None and before != chosen:  # such a name in a configuration would be the same as before
+            raise UserError(
+                f"{home}: its reward, {before}, was given from Python, so only Python can give it again: "
+                f'offbeat.Run("{home}").resume(reward=...), or .evaluate(reward=...)'
+            )
         if chosen is None:
             raise UserError(
                 f"task.reward: {name} has no reward of its own; set one of exact, number, math, module:function "
-                "or file.py:function"
+                "or file.py:function; in Python, give reward=FUNCTION"
             )
         rewards[chosen] = reward or chosen
         members.append(WeightedSource(source, name, task.weight, chosen, task.system))

@@ -14,7 +14,7 @@ import msgspec
 
 from offbeat.data.prompts import plain, prompt_messages, prompt_text
 from offbeat.errors import UserError
-from offbeat.spelling import a_kind, suggest
+from offbeat.spelling import a_kind, nearest
 
 MAX_ROWS = 5_000_000
 """Limit on the number of rows, to detect endless iterables. It takes about two minutes to reach."""
@@ -58,10 +58,12 @@ def _checked(row: Any, settings: Mapping[str, Any], place: str) -> dict[str, Any
         raise UserError(f"{place} is {row!r:.60}, {a_kind(row)}; give a dict with a prompt")
     column = settings.get("messages") or settings.get("prompt", "prompt")
     if column not in row:
-        raise UserError(
-            f"{place} has no column {column!r}; {suggest(column, map(str, row))}; name it as in "
-            'task={"rows": rows, "prompt": "question"}'
-        )
+        names = [str(name) for name in row]
+        near = nearest(column, names)
+        hint = f"did you mean {near!r}?" if near else f"it has {', '.join(names)}"
+        if not settings.keys() & {"messages", "prompt"} and names:  # it is only the default's name
+            hint += f'; name the column of the prompts, as in task={{"rows": rows, "prompt": "{near or names[0]}"}}'
+        raise UserError(f"{place} has no column {column!r}; {hint}")
     values = {str(key): plain(_python(value)) for key, value in row.items()}
     check = prompt_messages if "messages" in settings else prompt_text
     check(values[column], f"{place}: {column}")

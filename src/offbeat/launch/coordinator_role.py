@@ -27,6 +27,7 @@ from offbeat.launch import wiring
 from offbeat.launch.coordinator_runtime import (
     CoordinatorRuntime,
     await_last_evaluation,
+    first_to_evaluate,
     open_coordinator,
     report_evaluations,
 )
@@ -36,8 +37,6 @@ from offbeat.launch.joining import READY
 from offbeat.launch.preflight import checking
 from offbeat.launch.run_folder import RunFolder
 from offbeat.launch.stopping import Stopping
-from offbeat.observability.console import held_out
-from offbeat.observability.metric_files import read_metrics
 from offbeat.weights.version import WeightFolder
 
 ADDRESS = "serve.json"
@@ -56,10 +55,11 @@ async def serve(folder: RunFolder) -> dict[str, Any]:
     config, start_s = folder.config, time.monotonic()
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS))
     async with AsyncExitStack() as stack:
-        checked = await stack.enter_async_context(checking(config, received(), folder.path))
+        given = received()
+        checked = await stack.enter_async_context(checking(config, given, folder.path))
         checked.announce(folder)
         runtime = await stack.enter_async_context(
-            open_coordinator(folder, checked.mixture, checked.pool, checked.prepared)
+            open_coordinator(folder, checked.mixture, checked.pool, checked.prepared, given)
         )
         stopping = Stopping(runtime.reporter.stopping)
         stack.enter_context(stopping.listening())
@@ -173,7 +173,7 @@ async def _until_over(folder: RunFolder, runtime: CoordinatorRuntime, stopping: 
     try:
         async with asyncio.TaskGroup() as parts:
             broken = parts.create_task(coordinator.wait_failed())
-            judging = parts.create_task(report_evaluations(config, runtime, _first_to_evaluate(folder)))
+            judging = parts.create_task(report_evaluations(config, runtime, first_to_evaluate(folder)))
             clock = parts.create_task(stopping.after(config.run.max_hours))
             asked = parts.create_task(stopping.requested.wait())
             saved = parts.create_task(coordinator.wait_checkpointed(config.run.steps))
@@ -194,13 +194,6 @@ async def _note_seen(runtime: CoordinatorRuntime) -> None:
     while True:
         await runtime.coordinator.call(runtime.ledger.note_seen, dict(runtime.coordinator.seen))
         await asyncio.sleep(NOTE_SEEN_EVERY_S)
-
-
-def _first_to_evaluate(folder: RunFolder) -> int:
-    """Returns the first step whose evaluation may still have to be reported: the one after the last step with an
-    evaluation in the metrics. An earlier process may have died while evaluating."""
-    judged = [row["step"] for row in read_metrics(folder.metrics_file) if held_out(row) is not None]
-    return max(judged, default=-1) + 1
 
 
 async def _let_workers_leave(runtime: CoordinatorRuntime, lease_s: float) -> None:

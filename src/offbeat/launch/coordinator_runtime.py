@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,11 +21,13 @@ from offbeat.data.lengths import PromptLengths, measure_prompts, refuse_long
 from offbeat.data.mixture import Mixture
 from offbeat.errors import UserError
 from offbeat.launch import wiring
+from offbeat.launch.given import Given
 from offbeat.launch.run_folder import RunFolder
 from offbeat.ledger.ledger import Ledger
-from offbeat.observability.console import Console, open_console
+from offbeat.observability.console import Console, held_out, open_console, short
+from offbeat.observability.metric_files import read_metrics
 from offbeat.observability.metrics import Reporter
-from offbeat.observability.sinks import Sink, open_sinks
+from offbeat.observability.sinks import open_sinks
 from offbeat.rewards.pool import RewardPool
 from offbeat.weights.version import WeightFolder
 
@@ -63,13 +65,15 @@ async def open_coordinator(
     mixture: Mixture,
     pool: RewardPool,
     prepared: Prepared,
-    given_sinks: Sequence[Sink] = (),
+    given: Given | None = None,
     *,
     only_worker: str = "",
+    num_generated: Callable[[], int | None] = lambda: None,
 ) -> AsyncIterator[CoordinatorRuntime]:
-    """Opens the coordinator with its ledger, reporter, console and metric sinks: the configured sinks and `given_sinks`
-    from Python. `only_worker` is the name of the worker in a run of one process, "" in any other run."""
-    config, issuer = folder.config, prepared.issuer
+    """Opens the coordinator with its ledger, reporter, console and metric sinks: the configured sinks and those of
+    `given`, which is what a Python program adds to the configuration. `only_worker` is the name of the worker in a run
+    of one process, "" in any other run; `num_generated` returns the number of tokens that its engine has generated."""
+    config, issuer, given = folder.config, prepared.issuer, given or Given()
     async with AsyncExitStack() as stack:
         ledger = stack.enter_context(wiring.open_ledger(config, folder.ledger))
         clearing = WeightGarbageCollector(WeightFolder(folder.weights), wiring.open_pieces(config, folder.weights))
@@ -83,17 +87,17 @@ async def open_coordinator(
         console = stack.enter_context(
             open_console(config.log.console, config.run.steps, first_step, has_workers=not only_worker)
         )
-        sinks = [*open_sinks(config.log.sinks, folder.path, config.log.project, {}), *given_sinks]
+        sinks = [*open_sinks(config.log.sinks, folder.path, config.log.project, {}), *given.sinks]
         for sink in sinks:
             stack.callback(sink.close)
-        reporter = Reporter(folder, console, sinks)
+        reporter = Reporter(folder, console, sinks, from_python=given.from_python)
         coordinator.only_worker = only_worker
         coordinator.on_report = reporter.report if only_worker else partial(_report_and_trace, reporter)
         coordinator.on_claim = reporter.claimed
         coordinator.record_spans(folder.trace.record)
         if config.eval.every and not issuer.eval_plan.every:
             console.note("no evaluation: no task has a held-out split")
-        showing = asyncio.create_task(_show_activity(coordinator, reporter))
+        showing = asyncio.create_task(_show_activity(coordinator, reporter, num_generated))
         stack.push_async_callback(_end, showing)
         yield CoordinatorRuntime(ledger, coordinator, reporter, console)
 
@@ -118,18 +122,23 @@ def _report_and_trace(reporter: Reporter, row: Mapping[str, Any]) -> None:
 ACTIVITY_EVERY_S = 1.0
 
 
-async def _show_activity(coordinator: Coordinator, reporter: Reporter) -> None:
-    had_worker = False
+async def _show_activity(coordinator: Coordinator, reporter: Reporter, num_generated: Callable[[], int | None]) -> None:
+    had_worker, before, before_s = False, num_generated(), time.monotonic()
     while True:
         await asyncio.sleep(ACTIVITY_EVERY_S)
         activity = await coordinator.activity()
         had_worker |= activity.num_workers > 0
-        reporter.doing(in_words(activity, coordinator.only_worker, had_worker=had_worker), activity.num_workers)
+        now, now_s = num_generated(), time.monotonic()
+        rate = 0.0 if now is None or before is None else (now - before) / (now_s - before_s)
+        before, before_s = now, now_s
+        words = in_words(activity, coordinator.only_worker, had_worker=had_worker, tokens_per_second=rate)
+        reporter.doing(words, activity.num_workers)
 
 
-def in_words(activity: Activity, only_worker: str, *, had_worker: bool) -> str:
+def in_words(activity: Activity, only_worker: str, *, had_worker: bool, tokens_per_second: float = 0.0) -> str:
     """Describes what a run is doing. `only_worker`: name of the worker of a run of one process, "" in any other run;
-    `had_worker`: whether a worker has been present before."""
+    `had_worker`: whether a worker has been present before; `tokens_per_second`: of that engine now, 0 if unknown. It is
+    the sign of life while long answers are generated."""
     if not activity.has_version:
         return "waiting for the trainer's first weights"
     if not activity.num_workers:
@@ -139,6 +148,8 @@ def in_words(activity: Activity, only_worker: str, *, had_worker: bool) -> str:
         words.append(f"answers {activity.num_answers}/{activity.num_wanted}")
     if activity.num_eval_wanted:
         words.append(f"held-out {activity.num_eval_answers}/{activity.num_eval_wanted}")
+    if tokens_per_second:
+        words.append(f"{short(tokens_per_second)} tokens/s")
     return ", ".join(words)
 
 
@@ -161,6 +172,15 @@ def _record_fixed(folder: RunFolder, key: str, fact: str, value: Any) -> None:
             f"{key}: the run began with {fact} {before['value']}, now it is {value}; restore the "
             "first value, or start a new run"
         )
+
+
+def first_to_evaluate(folder: RunFolder, up_to: int | None = None) -> int:
+    """Returns the first step whose evaluation may still have to be reported: the one after the last step with an
+    evaluation in the metrics. An earlier process may have died while evaluating. Later steps than `up_to`, which a
+    resume undoes, do not count (None: all count)."""
+    rows = read_metrics(folder.metrics_file)
+    judged = [row["step"] for row in rows if held_out(row) is not None and (up_to is None or row["step"] <= up_to)]
+    return max(judged, default=-1) + 1
 
 
 async def report_evaluations(config: Config, runtime: CoordinatorRuntime, first_step: int) -> None:

@@ -39,12 +39,14 @@ class Given:
     stop: StopButton = field(default_factory=StopButton)
     on_folder: Callable[[Path], object] = lambda _: None
     """Called with the run's folder as soon as there is one."""
+    from_python: bool = False
+    """Whether a Python program started the run, not the command line."""
 
 
 @contextmanager
 def handed_over(given: Given) -> Iterator[dict[str, str]]:
     """Yields environment variables with which a coordinator must be started, within the block, to get the functions."""
-    if given.reward is None and not given.functions:
+    if not given.from_python:
         yield {}
         return
     descriptor, name = tempfile.mkstemp(prefix="offbeat-given-")
@@ -64,7 +66,7 @@ def handed_over(given: Given) -> Iterator[dict[str, str]]:
 
 
 def received() -> Given:
-    """Returns the functions that the parent process handed over; an empty `Given` if it handed over none."""
+    """Returns what the parent process handed over; an empty `Given` if the run was started from the command line."""
     name = os.environ.pop(VARIABLE, None)
     if name is None:
         return Given()
@@ -75,4 +77,4 @@ def received() -> Given:
             f"a function of yours cannot be loaded in another process: {one_line(error)}; put it in a file and write "
             "file.py:function"
         ) from error
-    return Given(reward, functions)
+    return Given(reward, functions, from_python=True)

@@ -25,6 +25,7 @@ from offbeat.launch import stopping, wiring
 from offbeat.launch.coordinator_runtime import (
     CoordinatorRuntime,
     await_last_evaluation,
+    first_to_evaluate,
     open_coordinator,
     report_evaluations,
 )
@@ -106,7 +107,15 @@ async def _run(folder: RunFolder, given: Given, *, from_scratch: bool) -> dict[s
             del twin
         stack.push_async_callback(engine.close)
         runtime = await stack.enter_async_context(
-            open_coordinator(folder, checked.mixture, checked.pool, checked.prepared, given.sinks, only_worker=WORKER)
+            open_coordinator(
+                folder,
+                checked.mixture,
+                checked.pool,
+                checked.prepared,
+                given,
+                only_worker=WORKER,
+                num_generated=lambda: engine.metrics.num_rows,
+            )
         )
         coordinator, reporter = runtime.coordinator, runtime.reporter
         client = InProcessTrainer(coordinator)
@@ -156,7 +165,8 @@ async def _work(
     """Runs worker and trainer until the trainer is done, and reports evaluations; an error in one of them ends all."""
     async with asyncio.TaskGroup() as parts:
         working = parts.create_task(worker.run())
-        judging = parts.create_task(report_evaluations(config, runtime, trainer.step))
+        first = max(trainer.step, first_to_evaluate(runtime.reporter.folder, up_to=trainer.step))
+        judging = parts.create_task(report_evaluations(config, runtime, first))
         clock = parts.create_task(stopping.after(config.run.max_hours))
         asked = parts.create_task(stopping.requested.wait())
         await trainer.run(stopping.requested)

@@ -20,6 +20,7 @@ from offbeat.data.files import DEFAULT_ANSWER, FileSource
 from offbeat.data.mixture import Functions, Mixture, RewardSpec, WeightedSource, build_mixture
 from offbeat.data.prompts import Problem, Renderer, answer_text
 from offbeat.errors import UserError
+from offbeat.launch.run_folder import EVENTS
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import LedgerTerms
 from offbeat.model.loading import (
@@ -31,6 +32,7 @@ from offbeat.model.loading import (
     switching_lengths,
 )
 from offbeat.net import is_this_machine
+from offbeat.observability.metric_files import read_events
 from offbeat.rewards.pool import MIN_COUNT, FailureWatch, RewardInput, RewardPool, Shaping
 from offbeat.rules.event_model import EventModelConfig
 from offbeat.trajectory import Sampling, total
@@ -46,8 +48,13 @@ def make_mixture(
     functions: Functions | None = None,
     home: Path | None = None,
 ) -> Mixture:
-    """Builds the configuration's tasks; see `build_mixture` for the other parameters."""
-    return build_mixture(config.task, seed=config.run.seed, reward=reward, functions=functions, home=home)
+    """Builds the configuration's tasks; see `build_mixture` for the other parameters. Raises `UserError` if the run in
+    folder `home` has a reward from Python that `reward` lacks, because its config.json cannot name that reward."""
+    events = [] if home is None else read_events(home / EVENTS)
+    began = next((event.get("value") for event in reversed(events) if event["event"] == "rewards"), None)
+    return build_mixture(
+        config.task, seed=config.run.seed, reward=reward, functions=functions, home=home, began_with=began
+    )
 
 
 def make_shaping(config: Config) -> Shaping:

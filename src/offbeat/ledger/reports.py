@@ -32,14 +32,17 @@ SELECT j.seq, t.id, g.id, g.ordinal, t.member, g.purpose, g.source, g.state,
        COALESCE(b.step + 1, e.step), r.value, r.error, j.num_tokens,
        (SELECT MIN(version) FROM segments s WHERE s.task = t.id),
        (SELECT MAX(version) FROM segments s WHERE s.task = t.id),
-       j.worker, j.ended_by, j.accepted_at, j.pruned
+       j.worker, j.ended_by, j.accepted_at, j.pruned, r.parts
 FROM trajectories j JOIN tasks t ON t.id = j.task JOIN groups g ON g.id = t.group_id
 LEFT JOIN batches b ON b.id = g.batch LEFT JOIN evals e ON e.id = g.eval LEFT JOIN rewards r ON r.task = t.id
 """
+SPREAD = "ROW_NUMBER() OVER (PARTITION BY g.id, r.value ORDER BY j.seq DESC)"
+"""Among equal rewards, the first answer of each group comes before second answers, so that a short list has different
+prompts."""
 ORDERS = {
     "latest": "ORDER BY j.seq DESC",
-    "best": "AND r.value IS NOT NULL ORDER BY r.value DESC, j.seq DESC",
-    "worst": "AND r.value IS NOT NULL ORDER BY r.value, j.seq DESC",
+    "best": f"AND r.value IS NOT NULL ORDER BY r.value DESC, {SPREAD}, j.seq DESC",
+    "worst": f"AND r.value IS NOT NULL ORDER BY r.value, {SPREAD}, j.seq DESC",
     "oldest": "ORDER BY j.seq",
 }
 SLICE = 500
@@ -81,6 +84,8 @@ class TrajectoryRow:
     ended_by: str
     accepted_at: float
     is_pruned: bool
+    parts: dict[str, float]
+    """Parts of the reward by name, before weighting; empty without a reward."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +249,7 @@ class Reports(Versions):
         `order`, a key of `ORDERS`."""
         query = f"{ROWS} WHERE j.seq > :after {which.conditions} {ORDERS[order]} LIMIT :limit"
         found = self.execute(query, {**vars(which), "limit": limit, "after": after})
-        return [TrajectoryRow(*(*row[:-1], bool(row[-1]))) for row in found]
+        return [TrajectoryRow(*(*row[:-2], bool(row[-2]), _by_name(row[-1]))) for row in found]
 
     def walk_trajectories(
         self, which: TrajectoryFilter = EVERYTHING
@@ -582,3 +587,11 @@ def _staleness(db: Database) -> dict[int, int]:
         if age is not None:
             found[age] += num_tokens
     return dict(sorted(found.items()))
+
+
+def _by_name(parts: str | None) -> dict[str, float]:
+    """Returns the stored parts of a reward as sums by name."""
+    found: dict[str, float] = {}
+    for part in () if parts is None else msgspec.json.decode(parts, type=tuple[Reward, ...]):
+        found[part.name] = found.get(part.name, 0.0) + part.value
+    return found

@@ -33,6 +33,10 @@ answers."""
 COLLAPSED, MIN_ENTROPY = 0.05, 0.02
 """Limits for the entropy: the first relative to the entropy in the first steps, the second absolute. If the entropy is
 below both, answers hardly vary any more. A healthy run went down to 0.04 of its first entropy, and to 0.05."""
+HIGH_REWARD, LOW_REWARD, FALLEN_ANSWERS = 0.4, 0.1, 64
+"""Limits for a reward that has fallen, as shares of the distance between the worst and the best reward: the mean of
+`FALLEN_ANSWERS` answers was above the first, and each step of as many answers is below the second. So many answers
+seldom differ that much by chance."""
 MANY_MASKED = 0.5
 """If a larger share of a step's tokens is not trained, or is rejected by loss.correction, most work is wasted."""
 NO_WORKER_S = 180.0
@@ -69,6 +73,7 @@ class Keys:
     max_new_tokens: int
     group_size: int
     max_staleness: int
+    lr: float
 
 
 class Adviser:
@@ -81,7 +86,7 @@ class Adviser:
         self._latest: deque[Row] = deque(maxlen=MANY_STEPS)
         self._first_entropies: list[float] = []
         self._num_steps = self._num_answers = 0
-        self._best, self._worst = -math.inf, math.inf
+        self._best, self._worst, self._peak = -math.inf, math.inf, -math.inf
 
     def step(self, row: Row) -> list[Advice]:
         """Returns new advice on the row of the next step. Figures that the row lacks, as in a run of an older Offbeat,
@@ -124,6 +129,9 @@ class Adviser:
         return fresh
 
     def _findings(self, row: Row) -> Iterator[Advice]:
+        if self._has_fallen(row):  # then all other signs have the same cause
+            yield self._fallen(row)
+            return
         n = self._num_steps
         if self._best == self._worst and n >= FIRST_STEPS and self._num_answers >= MIN_ANSWERS:
             yield self._constant_reward()
@@ -168,6 +176,35 @@ class Adviser:
         `num_steps` steps."""
         self._streaks[name] = self._streaks[name] + 1 if is_so else 0
         return self._streaks[name] >= num_steps
+
+    def _has_fallen(self, row: Row) -> bool:
+        """Whether the reward was high earlier in the run, and has been near the worst reward for some steps."""
+        if (recent := self._recent_reward()) is not None:
+            self._peak = max(self._peak, recent)
+        span = self._best - self._worst
+        if not self._lasts("fallen", row["reward"] <= self._worst + LOW_REWARD * span, FEW_STEPS):
+            return False
+        low = list(self._latest)[-self._streaks["fallen"] :]
+        has_enough = sum(row.get("samples", 0) for row in low) >= FALLEN_ANSWERS
+        return has_enough and self._peak >= self._worst + HIGH_REWARD * span > self._worst
+
+    def _recent_reward(self) -> float | None:
+        """Returns the mean reward of the latest steps that have `FALLEN_ANSWERS` answers; None if too few have."""
+        num_answers, earned = 0, 0.0
+        for row in reversed(self._latest):
+            num_answers += row.get("samples", 0)
+            earned += row["reward"] * row.get("samples", 0)
+            if num_answers >= FALLEN_ANSWERS:
+                return earned / num_answers
+        return None
+
+    def _fallen(self, row: Row) -> Advice:
+        return Advice(
+            "fallen reward",
+            f"the reward has fallen from {self._peak:.3g} to {row['reward']:.3g}: optimizer.lr = {self.keys.lr:g} is "
+            "probably too large. A resume would go on with spoilt weights: start a new run with optimizer.lr = "
+            f"{self.keys.lr / 10:g}",
+        )
 
     def _signal(self, row: Row) -> float:
         """Returns the share of samples whose advantage is not 0, among all samples with a reward, including samples of

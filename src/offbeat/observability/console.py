@@ -121,8 +121,8 @@ class Console(Protocol):
         """Shows a text that a person should act upon."""
         ...
 
-    def finish(self, summary: Row, folder: str) -> None:
-        """Shows the results and possible next commands."""
+    def finish(self, summary: Row, folder: str, *, from_python: bool = False) -> None:
+        """Shows the results and what to do next: commands or, for a run that was started `from_python`, calls."""
         ...
 
     def __enter__(self) -> Self:
@@ -196,9 +196,9 @@ class PlainConsole(Console):
     def alarm(self, text: str) -> None:
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
-    def finish(self, summary: Row, folder: str) -> None:
+    def finish(self, summary: Row, folder: str, *, from_python: bool = False) -> None:
         if not self.quiet:
-            for name, text in closing_lines(summary, folder):
+            for name, text in closing_lines(summary, folder, from_python=from_python):
                 self._print(f"{name:<10} {text}")
 
     def _print(self, text: str) -> None:
@@ -231,24 +231,37 @@ class LineDue:
         return True
 
 
-def closing_lines(summary: Row, folder: str) -> list[tuple[str, str]]:
-    """Returns a run's results as pairs of a name and a text; figures that the summary lacks are left out."""
+def closing_lines(summary: Row, folder: str, *, from_python: bool = False) -> list[tuple[str, str]]:
+    """Returns a run's results as pairs of a name and a text; figures that the summary lacks are left out. At the end
+    are commands to go on with or, for a run that was started `from_python`, calls, because functions from Python have
+    to be given to a command again."""
     seconds, steps = summary.get("seconds"), summary.get("steps")
     first, last = ends(steps or 0)
     reward = _from_to(summary.get("reward_first"), summary.get("reward_last"))
-    words = [("reward", f"{reward}  (first {_steps(first)} → last {_steps(last)})" if reward else "")]
+    failures = summary.get("failures")
+    only = ", without answers that failed" if failures else ""
+    words = [("reward", f"{reward}  (first {_steps(first)} → last {_steps(last)}{only})" if reward else "")]
     held = _from_to(summary.get("eval_first"), summary.get("eval_last"))
     words.append(("held-out", f"{held}  ({_answers(summary)})" if held and summary.get("eval_prompts") else held))
     if seconds is not None and steps is not None:
-        words.append(("time", f"{steps} {'step' if steps == 1 else 'steps'} in {duration(seconds)}"))
+        in_steps, of_steps = summary.get("seconds_in_steps"), f"{steps} {'step' if steps == 1 else 'steps'}"
+        parts = f"{of_steps} in {duration(seconds)}"
+        if in_steps is not None:
+            before_and_after = duration(max(seconds - in_steps, 0.0))
+            parts = (
+                f"{duration(seconds)}  ({duration(in_steps)} in {of_steps}, {before_and_after} before and after them)"
+            )
+        words.append(("time", parts))
     speed = [("samples_per_second", "samples/s"), ("tokens_per_second", "tokens/s")]
     words.append(("speed", ", ".join(f"{short(summary[key])} {unit}" for key, unit in speed if summary.get(key))))
-    if failures := summary.get("failures"):
+    if failures:
         counts = ", ".join(f"{count} by {reason}" for reason, count in failures.items())
         words.append(("failed", f"{counts}; left out of training, see {folder}/logs"))
     words.append(("run", folder))
     if summary.get("finished") is False:
-        words.append(("next", f"offbeat train --resume {folder}"))
+        words.append(("next", "run.resume()" if from_python else f"offbeat train --resume {folder}"))
+    elif steps and from_python:
+        words += [("next", 'run.export("MODEL_DIR")'), ("or", f"run.resume(steps={2 * steps})")]
     elif steps:
         words.append(("next", f"offbeat export {folder} MODEL_DIR"))
         words.append(("or", f"offbeat train --resume {folder} --run.steps {2 * steps}"))
@@ -338,8 +351,10 @@ class TerminalConsole(Console):
         self.bar = self.progress.add_task("train", total=num_steps, completed=first_step, doing="")
 
     def step(self, row: Row) -> None:
-        if row.get("reward") is not None:
-            self.progress.update(self.bar, completed=row.get("step", 0))
+        if row.get("reward") is not None:  # refreshed at once, because the line is printed above the bar as last drawn
+            self.progress.update(self.bar, completed=row.get("step", 0), refresh=True)
+        if held_out(row) is not None:
+            self.progress.update(self.bar, doing="", refresh=True)  # it may say how far this evaluation is
         if not self.due(row):
             return
         if self.num_lines % LINES_PER_HEADER == 0:
@@ -357,10 +372,10 @@ class TerminalConsole(Console):
     def alarm(self, text: str) -> None:
         self.rich.print(Text(f"warning: {text}", style="bold yellow"), soft_wrap=True)
 
-    def finish(self, summary: Row, folder: str) -> None:
+    def finish(self, summary: Row, folder: str, *, from_python: bool = False) -> None:
         self.progress.stop()
         table = Table.grid(padding=(0, 2))
-        for name, text in closing_lines(summary, folder):
+        for name, text in closing_lines(summary, folder, from_python=from_python):
             style = "bold green" if name in ("reward", "held-out") else ""
             table.add_row(Text(name, style="dim"), Text(text, style=style, overflow="fold"))
         title, color = ("stopped", "yellow") if summary.get("finished") is False else ("done", "green")

@@ -82,15 +82,15 @@ SHOWN_ONCE = ("logprob_gap", "clamped")
 class Reporter:
     """Writes a row for each step to the run's folder, the console and the sinks."""
 
-    def __init__(self, folder: RunFolder, console: Console, sinks: Sequence[Sink]):
-        self.folder, self.console, self.sinks = folder, console, list(sinks)
+    def __init__(self, folder: RunFolder, console: Console, sinks: Sequence[Sink], *, from_python: bool = False):
+        self.folder, self.console, self.sinks, self.from_python = folder, console, list(sinks), from_python
         self._last_s = time.monotonic()
         self._num_failed, self._is_first = 0, True
         self._shown: set[str] = set()
         self._has_told_left_out = False
         self._seen_worker_s = self._last_s
         config = folder.config
-        keys = Keys(config.rollout.max_new_tokens, config.batch.group_size, config.schedule.bound)
+        keys = Keys(config.rollout.max_new_tokens, config.batch.group_size, config.schedule.bound, config.optimizer.lr)
         said = [event["about"] for event in read_events(folder.events_file) if event["event"] == "advice"]
         self.adviser = Adviser(keys, str(folder.path), said)
         for row in read_metrics(folder.metrics_file):
@@ -154,7 +154,8 @@ class Reporter:
         failures, self._num_failed = num_failed - self._num_failed, num_failed
         if failures == num_failed > 0:
             self.console.alarm(
-                f"step {row['step']}: {failures} samples failed and are not trained on; see {self.folder.logs}"
+                f"step {row['step']}: {failures} samples failed and are not trained on, and the reward is the mean of "
+                f"the others; see {self.folder.logs}"
             )
         now_s = time.monotonic()
         seconds = now_s - self._last_s
@@ -193,8 +194,9 @@ class Reporter:
         }
         self.folder.summary(summary)
         self.folder.event("end", step=summary["steps"], finished=finished)
-        self._plot(rows)
-        self.console.finish(summary, str(self.folder.path))
+        if not self._plot(rows):
+            self.console.note("no reward.png, because matplotlib is not installed: pip install matplotlib")
+        self.console.finish(summary, str(self.folder.path), from_python=self.from_python)
         return summary
 
     def _emit(self, row: dict[str, Any]) -> None:
@@ -202,14 +204,18 @@ class Reporter:
         self.console.step(row)
         send(row, self.sinks, self.console.alarm)
 
-    def _plot(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        from offbeat.observability.plot import plot_rewards
+    def _plot(self, rows: Sequence[Mapping[str, Any]]) -> bool:
+        """Draws reward.png if there is a reward to draw; returns False if matplotlib is missing."""
+        from offbeat.observability.plot import has_matplotlib, plot_rewards
 
+        if not has_matplotlib():
+            return False
         picture = self.folder.path / "reward.png"
         try:
             plot_rewards(rows, picture, f"{self.folder.path.name}: {self.folder.config.model.path}")
         except OSError as error:  # the run itself is safe on disk by now
             self.console.alarm(f"{picture} cannot be written: {error.strerror}")
+        return True
 
 
 def step_row(report: StepReport, spans: Mapping[str, float], num_siblings: int) -> dict[str, Any]:
@@ -305,6 +311,7 @@ def summarise(rows: Sequence[Mapping[str, Any]], seconds: float, counts: Counts)
     return {
         "steps": steps[-1]["step"] if steps else 0,
         "seconds": seconds,
+        "seconds_in_steps": spent,
         "reward_first": mean_reward(steps[:num_first]),
         "reward_last": mean_reward(steps[-num_last:]),
         "eval_first": evals[0][0] if evals else None,

@@ -17,6 +17,7 @@ from offbeat.observability.console import (
     columns,
     duration,
     header,
+    held_out,
     line,
 )
 from offbeat.observability.plot import draw_rewards
@@ -46,6 +47,8 @@ class NotebookConsole(Console):
 
     def step(self, row: Row) -> None:
         self.rows.append({key: row[key] for key in row if "/" not in key})
+        if held_out(row) is not None:
+            self.status = ""  # it may say how far this evaluation is
         self._update()
 
     def doing(self, text: str) -> None:
@@ -58,8 +61,8 @@ class NotebookConsole(Console):
     def alarm(self, text: str) -> None:
         self._say(f"warning: {text}")
 
-    def finish(self, summary: Row, folder: str) -> None:
-        self.closing, self.status = closing_lines(summary, folder), ""
+    def finish(self, summary: Row, folder: str, *, from_python: bool = False) -> None:
+        self.closing, self.status = closing_lines(summary, folder, from_python=from_python), ""
         self._update(at_once=True)
 
     def __exit__(self, *error: object) -> None:

@@ -22,6 +22,10 @@ MIN_SPAN = 0.02
 rewards lie there. A constant reward then looks constant."""
 
 
+def has_matplotlib() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 def plot_rewards(rows: Sequence[Row], picture: Path, title: str = "") -> bool:
     """Plots the rewards in a run's metric rows to the file `picture`. Returns False, without a plot, if `draw_rewards`
     has nothing to draw."""
@@ -34,7 +38,7 @@ def plot_rewards(rows: Sequence[Row], picture: Path, title: str = "") -> bool:
 
 def draw_rewards(rows: Sequence[Row], title: str = "") -> Figure | None:
     """Draws the rewards in a run's metric rows; returns None if no row has a training reward, or without matplotlib."""
-    if importlib.util.find_spec("matplotlib") is None or not any(row.get("reward") is not None for row in rows):
+    if not has_matplotlib() or not any(row.get("reward") is not None for row in rows):
         return None
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
@@ -15,9 +16,8 @@ from offbeat.data.mixture import Functions, Mixture, RewardSpec
 from offbeat.engines.protocol import Engine, Request
 from offbeat.errors import OffbeatError, UserError
 from offbeat.launch import stopping, wiring
-from offbeat.launch.run_folder import CONFIG, EVENTS
+from offbeat.launch.run_folder import CONFIG
 from offbeat.ledger.records import EvalGroup, EvalRound, GroupState, NewGroup, derive_seed
-from offbeat.observability.metric_files import read_events
 from offbeat.observability.metrics import eval_figures
 from offbeat.rewards.pool import FailureWatch, RewardInput, RewardPool, Shaping
 from offbeat.trajectory import total, total_problem
@@ -36,22 +36,21 @@ def evaluate_run(
     Python."""
     given = {"eval.prompts": prompts, "eval.samples": samples, "run.name": "none"}
     words = [f"--{key}={value}" for key, value in given.items() if value is not None]
-    if reward is None:
-        check_rewards(run, load(run / CONFIG, words), functions)
+    mixture = wiring.make_mixture(load(run / CONFIG, words), reward, functions, run)
+    if prompts is not None:
+        warn_of_few(mixture, prompts)
     with weights_of(run) as folder:
-        config = load(run / CONFIG, [*words, f"--model.path={folder}"])
-        return evaluate(config, reward=reward, functions=functions, home=run)
+        return evaluate(load(run / CONFIG, [*words, f"--model.path={folder}"]), mixture)
 
 
-def check_rewards(run: Path, config: Config, functions: Functions | None = None) -> None:
-    """Raises `UserError` if the run was trained with a reward function from Python, which its config.json cannot name.
-    `functions` are functions from Python that make the run's prompts, by `task.path`."""
-    begun = [event["value"] for event in read_events(run / EVENTS) if event["event"] == "rewards" and "value" in event]
-    own = {name: member.reward for name, member in wiring.make_mixture(config, None, functions, run).members.items()}
-    if begun and (missing := [str(reward) for name, reward in begun[-1].items() if own.get(name) != reward]):
-        raise UserError(
-            f"{run}: was trained with the reward {missing[0]}, a Python function that its config.json does not name; "
-            f"evaluate it from Python and give the function again: offbeat.Run({str(run)!r}).evaluate(reward=FUNCTION)"
+def warn_of_few(mixture: Mixture, prompts: int) -> None:
+    """Warns if the tasks of `mixture` hold out fewer than the `prompts` that were asked for."""
+    if 0 < (num := len(mixture.held_out(prompts))) < prompts:
+        print(
+            f"warning: eval.prompts = {prompts}: the tasks hold out only {num}, and these are evaluated; a larger "
+            "task.held_out holds out more in a new run",
+            file=sys.stderr,
+            flush=True,
         )
 
 
@@ -65,19 +64,13 @@ def weights_of(run: Path) -> Iterator[Path]:
         yield Path(scratch) / "model"
 
 
-def evaluate(
-    config: Config, *, reward: RewardSpec | None = None, functions: Functions | None = None, home: Path | None = None
-) -> dict[str, float]:
-    """Returns mean@k and pass@k of the model `model.path`; section `eval` sets prompts, samples, temperature and top_p.
-
-    `reward` replaces the tasks' rewards. `functions` are functions from Python that make prompts, by `task.path`.
-    `home` is the folder of the run that holds rows given from Python. Rewards log to a temporary file, which is kept
-    unless it is empty.
-    """
+def evaluate(config: Config, mixture: Mixture) -> dict[str, float]:
+    """Returns mean@k and pass@k of the model `model.path` on the held-out problems of `mixture`; section `eval` sets
+    prompts, samples, temperature and top_p. Rewards log to a temporary file, which is kept unless it is empty."""
     descriptor, name = tempfile.mkstemp(prefix="offbeat-eval-", suffix=".log")
     os.close(descriptor)
     try:
-        return stopping.run(_evaluate(config, wiring.make_mixture(config, reward, functions, home), Path(name)))
+        return stopping.run(_evaluate(config, mixture, Path(name)))
     finally:
         if not os.path.getsize(name):
             os.unlink(name)

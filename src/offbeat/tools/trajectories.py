@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from offbeat.config.explain import show
 from offbeat.errors import UserError
 from offbeat.extras import hidden, import_extra
 from offbeat.launch.run_folder import LEDGER, stored_config
@@ -25,8 +26,8 @@ Decode = Callable[[np.ndarray], str]
 ALL = 2**62
 """Number larger than that of any run's trajectories."""
 ROW_FIELDS = (
-    *("step", "purpose", "source", "reward", "error", "num_tokens", "worker", "ended_by"),
-    *("first_version", "last_version"),
+    *("task", "step", "purpose", "source", "reward", "error", "num_tokens", "worker", "ended_by"),
+    *("first_version", "last_version", "parts"),
 )
 """Fields of `TrajectoryRow` that `read_trajectories` returns as they are."""
 
@@ -45,13 +46,16 @@ def read_trajectories(
 ) -> list[dict[str, Any]]:
     """Returns the trajectories of a run that meet all conditions, at most `limit`, each as a dict.
 
-    - `id` is the task.
+    - `task` is the task's ID, as `offbeat show RUN ID` wants it.
     - `step` is the step that trains on the trajectory, from 1; None until then. For an evaluation, it is the number of
       steps trained before.
     - `answer` is the correct answer, as the task gives it.
     - `prompt` is what the model was given, including the chat template.
+    - `parts` are the parts of the reward by name, before weighting.
     - `response` is None if it was deleted to save space (`ledger.keep_bodies`).
     """
+    if purpose not in (None, "train", "eval"):
+        raise UserError(f'purpose = {show(purpose)}: allowed "train", "eval", or None for both')
     which = TrajectoryFilter(purpose, step, source, worker, min_reward, max_reward)
     decode = decoder(run)
     with open_ledger(run) as ledger:
@@ -60,7 +64,6 @@ def read_trajectories(
         for row, (prompt, problem), trajectory in _with_content(ledger, found):
             rows.append(
                 {
-                    "id": row.task,
                     **{name: getattr(row, name) for name in ROW_FIELDS},
                     "prompt": decode(prompt),
                     "response": None if trajectory is None else decode(trajectory.tokens),
