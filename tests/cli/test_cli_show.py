@@ -82,7 +82,10 @@ def show(run: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_the_list_has_a_line_for_each_trajectory(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_list_has_a_line_for_each_trajectory(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "200")
     *lines, hint = show(run, capsys).splitlines()
     assert hint == f"offbeat show {run} ID shows one answer in full, with its history"
     assert lines[0].split()[:6] == ["task", "group", "for", "state", "step", "reward"]

@@ -75,12 +75,6 @@ def test_python_is_answered_with_pythons_arguments_and_without_the_text_of_objec
         offbeat.train({}, **{name: value})
 
 
-def test_a_section_that_others_have_is_answered_with_ours(tmp_path):
-    (tmp_path / "run.toml").write_text('[dataset]\nfile = "a.jsonl"\n')
-    with pytest.raises(UserError, match=r"\[dataset\]: unknown section; dataset is task\.path here$"):
-        load(tmp_path / "run.toml")
-
-
 def test_a_key_of_verl_is_known_by_the_end_of_its_name(tmp_path):
     with pytest.raises(
         UserError, match=r"^--rollout\.n = 8: unknown key; verl's rollout\.n is batch\.group_size here$"

@@ -42,7 +42,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
             source = source.absolute()
         else:
             model = Path(arguments.model).expanduser()
-            words.append(f"--model.path={model.absolute() if model.is_dir() else arguments.model}")
+            moves = tasks is not None and model.is_dir()  # to the folder from which the run of the tasks was started
+            words.append(f"--model.path={model.absolute() if moves else arguments.model}")
         if tasks is not None:
             tasks = stack.enter_context(where_it_started(tasks))
         file = tasks / CONFIG if tasks is not None else arguments.config

@@ -652,7 +652,7 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature in training; evaluation has its own. There is no top-p or top-k in training."""
     max_prompt_tokens: int = free(64, ge=1)
-    """Longest prompt, in tokens. `long_prompts` says what happens to longer ones."""
+    """Longest prompt, in tokens; `long_prompts` is for longer ones."""
     long_prompts: Literal["error", "skip", "cut"] = free("error")
     """Treatment of prompts that are too long. error: the run does not start. skip: they are left out. cut: only the end
     of their text is kept. A long prompt that turns up after the start is left out instead of ending the run."""
