@@ -61,7 +61,8 @@ def test_a_command_of_the_quickstart_works(command: str, reader: Reader, gsm8k: 
         case ["offbeat", "train", file, *words] if words == REHEARSAL[3:]:
             assert reader.succeed("train", file, *words, *ON_A_CPU, "--dry-run").startswith("would start a run")
         case ["offbeat", "train", file, *words]:
-            told = reader.succeed("train", file, *words, f"--task.path={gsm8k}", *ON_A_CPU, "--dry-run")
+            own = [f"--task.path={gsm8k}", f"--run.dir={Path(gsm8k).parent / 'runs'}"]
+            told = reader.succeed("train", file, *words, *own, *ON_A_CPU, "--dry-run")
             assert "32 groups × 8 = 256 samples" in told
         case ["offbeat", "show", "runs/NAME", *words]:
             assert reader.run.is_dir()
@@ -79,7 +80,7 @@ def test_a_command_of_the_quickstart_works(command: str, reader: Reader, gsm8k: 
 
 
 @pytest.mark.full
-def test_the_rehearsal_trains(reader: Reader, tmp_path: Path):
+def test_the_rehearsal_trains(reader: Reader):
     model = "smollm2" if SMOLLM2_IS_HERE else "offbeat-tiny"
     if SMOLLM2_IS_HERE and not (reader.folder / model).is_dir():
         reader.succeed("model", "smollm2", model)
@@ -88,9 +89,9 @@ def test_the_rehearsal_trains(reader: Reader, tmp_path: Path):
         "--rollout.max-new-tokens=16",
         "--run.threads=1",
         f"--model.path={model}",
-        f"--task.path={tmp_path / 'problems.jsonl'}",
+        f"--task.path={reader.folder / 'problems.jsonl'}",
     ]
-    write_word_problems(tmp_path / "problems.jsonl")
+    write_word_problems(reader.folder / "problems.jsonl")  # it stays, for later commands on this run
     reader.succeed(*words, *small, *([] if SMOLLM2_IS_HERE else ["--task.system=none"]))
     rows = [json.loads(line) for line in (reader.folder / "runs" / "rehearsal" / "metrics.jsonl").open()]
     assert [row["samples"] for row in rows if "reward" in row] == [8, 8]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 
 import pytest
 from partial_scenes import until
+from torch import Tensor
 
 import offbeat
 from offbeat.engines.embedded.stepper import Stepper
@@ -56,12 +58,12 @@ def test_engine_and_trainer_agree_about_fresh_tokens_after_a_restart_as_they_did
         with Ledger(run / "ledger.sqlite", read_only=True) as ledger:
             return not ledger.leased()
 
-    async def die(trainer: Trainer, number: int, parent: int | None) -> Version:
+    async def die(trainer: Trainer, number: int, parent: int | None, weights: Mapping[str, Tensor]) -> Version:
         if number > SAVED_AT + 1:
             await until(has_no_lease, "the end of the round")
             if counts().tokens.partial:
                 raise Killed
-        return await write_version(trainer, number, parent)
+        return await write_version(trainer, number, parent, weights)
 
     config = {
         "run": {"dir": str(tmp_path), "name": "run", "steps": 4 * SAVED_AT, "threads": 1},
