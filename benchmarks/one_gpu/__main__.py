@@ -33,30 +33,20 @@ from benchmarks import report
 from benchmarks.common.load import Load
 from benchmarks.one_gpu.case import CASES, STEPS, Case, Engine, Outcome, play
 from offbeat.errors import OffbeatError
+from offbeat.host_memory import host_memory
 
 NEXT_STEP_S, FIRST_TRAIN_S = 60.0, 30.0
-IN_MEMORY, CGROUP = Path("/dev/shm"), Path("/sys/fs/cgroup")
+IN_MEMORY = Path("/dev/shm")
 HOST_GB = 45
 """Memory that trainer and engine take beside a scratch folder in memory, most of it for copies of a checkpoint."""
 say = partial(report.say, "one_gpu")
-
-
-def memory_available_gb() -> float:
-    """Returns the memory that this process may still take: the machine's, or less in a container with a limit."""
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    machine = int(lines["MemAvailable"].split()[0]) * 1024
-    try:
-        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-    except (OSError, ValueError):  # no container, or no limit: "max"
-        return machine / 1e9
-    return min(machine, limit - used) / 1e9
 
 
 @contextmanager
 def scratch(case: Case) -> Iterator[Path]:
     """Makes a temporary folder: in memory if there is room for a run of `case`, else on the repository's disk."""
     has_room = IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free >= case.scratch_gb * 1e9
-    if has_room and memory_available_gb() >= case.scratch_gb + HOST_GB:
+    if has_room and host_memory()[0] >= (case.scratch_gb + HOST_GB) * 1e9:
         with tempfile.TemporaryDirectory(dir=IN_MEMORY, prefix="one_gpu-") as folder:
             yield Path(folder)
         return

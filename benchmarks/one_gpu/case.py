@@ -37,13 +37,13 @@ INTO_STEP_S = 0.3
 START_WITHIN_S, NEXT_WITHIN_S = 300.0, 150.0
 LOG_LINES, LINE_CHARACTERS = 15, 300
 KEPT = ("logs", "metrics.jsonl", "events.jsonl", "trace.json", "trainer-trace.json", "microbatch.json", "config.json")
-"""What of a run's folder may be kept: all of it is small."""
+"""Files and folders of a run that `--keep` copies, all of them small."""
 SHORT = (
     *("--run.name=a", f"--run.steps={STEPS}", "--batch.groups-per-step=8", "--batch.group-size=8"),
     *("--eval.every=0", "--checkpoint.every=4", "--log.console=quiet"),
     "--checkpoint.keep=1",  # in full a checkpoint has 18.5 GB, and the scratch folder may be memory
 )
-"""What differs from an example besides model and task, so that a run is short."""
+"""Options, besides model and task, by which a run differs from the example, to be short."""
 QUICK = (
     *("--rollout.engine=embedded", "--model.device=cpu", "--rollout.slots=16", "--rollout.max-new-tokens=24"),
     *("--run.threads=1", "--batch.groups-per-step=4", "--batch.group-size=4", "--loss.max-logprob-gap=1000"),
@@ -174,7 +174,7 @@ class Killed:
     caught_up_s: float
     is_mid_step: bool
     row: Mapping[str, Any]
-    """Of the first step after the restart."""
+    """Row of metrics.jsonl of the first step after the restart."""
 
 
 def kill_in_mid_step(run: Supervised) -> Killed:

@@ -50,7 +50,7 @@ class MemoryInUse:
     def __init__(self) -> None:
         self.samples: list[float] = []
         self.said: list[str] = []
-        """What was printed besides samples."""
+        """Lines that the sampler printed besides samples, such as its errors."""
 
     def __enter__(self) -> Self:
         for command in commands():

@@ -31,7 +31,7 @@ FAR_STORE = re.compile(r"(?!file:|local:)[A-Za-z][A-Za-z0-9+.-]*://")
 class LocalKey:
     place: tuple[str, str]
     what: str
-    """What a coordinator would choose for this machine with the key, such as "a program"; for errors."""
+    """The thing on this machine that the key chooses, such as "a program", in the words of an error."""
     is_needed: Callable[[str, Config], bool]
     """Whether a role (rollout or trainer) with this configuration uses the key."""
     is_harmless: Callable[[Any], bool] = lambda value: False

@@ -140,8 +140,8 @@ def _insert(db: Database, rows: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def settle_groups(db: Database, groups: Iterable[int]) -> int:
-    """Of the open groups in `groups`, ends those whose tasks are all scored or failed, and drops those in which too
-    many tasks failed. Also drops ended groups with equal rewards, as far as `max_no_signal` allows. Returns the number
+    """Ends those open groups in `groups` whose tasks are all scored or failed, and drops those in which too many tasks
+    failed. Also drops ended groups with equal rewards, as far as `max_no_signal` allows. Returns the number
     of groups dropped."""
     query = """SELECT id, purpose, size, num_scored, num_failed, retry FROM groups
                WHERE +state = 'open' AND id IN (SELECT value FROM json_each(?)) ORDER BY id"""  # + avoids state's index

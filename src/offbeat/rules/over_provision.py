@@ -85,7 +85,8 @@ EARLY = 2.0
 """With n predictions averaged, the required gain and lead are multiplied by 1 + EARLY / n, because an average of few
 predictions is off by several per cent."""
 TIE = 0.01
-"""Of the factors with a gain at most this far below the largest, the smallest is taken: its tokens are fresher."""
+"""Largest difference of two gains that counts as none. Among the best factors the smallest is taken, because its tokens
+are fresher."""
 MEMORY = 10
 """Number of versions over which predictions are averaged."""
 MAX_NOTCHES = 6

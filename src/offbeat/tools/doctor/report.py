@@ -32,7 +32,7 @@ class Finding:
     text: str
     level: Level = Level.FINE
     remedy: str = ""
-    """What to do about the finding: a command to type or a key to change."""
+    """The way out: a command to type or a key to change."""
     works: str = ""
     """A choice that will work here according to this finding, such as `--model.device cuda:0`."""
 
