@@ -1,3 +1,6 @@
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -5,6 +8,7 @@ from learning_models import tiny_model
 from learning_samples import make_samples
 
 from offbeat.errors import OffbeatError, UserError
+from offbeat.trainer import checkpoint
 from offbeat.trainer.checkpoint import Checkpoints
 from offbeat.trainer.policy import AdamSettings, Policy
 from offbeat.trainer.step import StepSettings, train_step
@@ -26,6 +30,23 @@ def test_what_was_saved_comes_back_to_the_bit_with_the_random_state(tmp_path):
     assert torch.equal(torch.rand(4), drawn)
     assert state.keys() == policy.state().keys()
     assert all(torch.equal(state[name], tensor) for name, tensor in policy.state().items())
+
+
+def test_its_files_are_flushed_to_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    done, fsync, replace = [], os.fsync, checkpoint.replace_folder
+
+    def noting(handle: int) -> None:
+        done.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        fsync(handle)
+
+    def renaming(draft: Path, final: Path) -> None:
+        done.append("named")
+        replace(draft, final)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    monkeypatch.setattr(checkpoint, "replace_folder", renaming)
+    Checkpoints(tmp_path).save(1, 1, trained_policy().state())
+    assert {"rank0.safetensors", "manifest.json"} <= set(done[: done.index("named")])
 
 
 def test_a_checkpoint_of_a_machine_with_more_devices_is_taken_up_here(tmp_path):
