@@ -2,7 +2,8 @@
 which Python imports at its start.
 
 With `BYTES` in the environment, whoever asks for a card's memory is told that many bytes in total, and what of them is
-not in use on the real card as free. Nothing is enforced: a process may still take more than the smaller card has.
+not in use on the real card as free. Nothing is enforced: a process may still take more than the smaller card has. A
+share of the card that a process allows itself is one of the smaller card.
 Functions are replaced when their modules are imported, so that a process that never imports torch loses nothing.
 """
 
@@ -40,17 +41,28 @@ def of_struct(read: Callable[..., Any], num_bytes: int) -> Callable[..., Any]:
     return reading
 
 
-WRAPPED: dict[str, tuple[str, Callable[..., Callable[..., Any]]]] = {
-    "torch.cuda.memory": ("mem_get_info", of_pair),
-    "torch.accelerator.memory": ("get_memory_info", of_pair),  # vLLM sizes its cache by it
-    "vllm.third_party.pynvml": ("nvmlDeviceGetMemoryInfo", of_struct),  # vLLM takes defaults for large cards by it
+def of_share(limit: Callable[..., None], num_bytes: int) -> Callable[..., None]:
+    """Wraps the function that limits a process to a share of the card."""
+
+    def limiting(share: float, device: Any = None) -> None:
+        from torch.cuda import get_device_properties
+
+        limit(share * num_bytes / get_device_properties(device).total_memory, device)
+
+    return limiting
+
+
+WRAPPED: dict[str, dict[str, Callable[..., Callable[..., Any]]]] = {
+    "torch.cuda.memory": {"mem_get_info": of_pair, "set_per_process_memory_fraction": of_share},
+    "torch.accelerator.memory": {"get_memory_info": of_pair},  # vLLM sizes its cache by it
+    "vllm.third_party.pynvml": {"nvmlDeviceGetMemoryInfo": of_struct},  # vLLM takes defaults for large cards by it
 }
-"""Function to wrap by the module that defines it, and how."""
+"""How to wrap functions, by the module that defines them and by their name."""
 
 
 class Finder:
-    """Finds the modules in `WRAPPED` where Python finds them, and wraps their function once they have been executed:
-    before other modules can copy it."""
+    """Finds the modules in `WRAPPED` where Python finds them, and wraps their functions once they have been executed:
+    before other modules can copy them."""
 
     def __init__(self, num_bytes: int):
         self.num_bytes = num_bytes
@@ -63,12 +75,13 @@ class Finder:
         spec = PathFinder.find_spec(name, path, target)
         if spec is None or spec.loader is None:
             return spec
-        execute, (function, wrap) = spec.loader.exec_module, WRAPPED[name]
+        execute, wrapped = spec.loader.exec_module, WRAPPED[name]
 
         def execute_and_wrap(module: ModuleType) -> None:
             execute(module)
-            if hasattr(module, function):
-                setattr(module, function, wrap(getattr(module, function), self.num_bytes))
+            for function, wrap in wrapped.items():
+                if hasattr(module, function):
+                    setattr(module, function, wrap(getattr(module, function), self.num_bytes))
 
         spec.loader.exec_module = execute_and_wrap  # type: ignore[method-assign]
         return spec

@@ -38,6 +38,8 @@ from benchmarks.common.shapes import SHAPES, Shape
 from benchmarks.train_speed.head import HeadCost, measure_head
 from benchmarks.train_speed.plain import PlainTrainer, VarlenTrainer
 from benchmarks.train_speed.workload import FULL, QUICK, batch, new_model, step_flops
+from offbeat.errors import UserError
+from offbeat.model.devices import avoid_fragments
 from offbeat.model.loading import resolve
 from offbeat.planner.inputs import hardware
 from offbeat.trainer.host_adamw import HostAdamW
@@ -153,7 +155,8 @@ def measure(
             start_s = time.perf_counter()
             try:
                 results.append(timed(way.new_step(shape, device, dtype), num_steps, samples, device))
-            except torch.OutOfMemoryError:
+            except (torch.OutOfMemoryError, UserError) as error:
+                say(str(error).splitlines()[0])
                 results.append(None)
             gc.collect()
             if device.type == "cuda":
@@ -311,6 +314,7 @@ def main() -> int:
     size, load = QUICK if options.quick else FULL, Load()
     shape = SHAPES["tiny" if options.quick else options.shape]
     device = torch.device("cpu" if options.quick else "cuda")
+    avoid_fragments(device)
     samples = batch(size)
     ways = [way for way in ways_of(quick=options.quick) if any(t in way.name for t in options.only.split(","))]
     found = measure(ways, shape, options.rounds, options.steps, samples, device)

@@ -28,8 +28,15 @@ from benchmarks.one_gpu.memory_in_use import MIB, MemoryInUse, bytes_of
 GB = 10**9
 FAKES = {
     "torch/__init__.py": "",
-    "torch/cuda/__init__.py": "from torch.cuda.memory import mem_get_info",
-    "torch/cuda/memory.py": f"def mem_get_info(device=None): return {130 * GB}, {140 * GB}",
+    "torch/cuda/__init__.py": (
+        "from types import SimpleNamespace\n"
+        "from torch.cuda.memory import mem_get_info, set_per_process_memory_fraction\n"
+        f"def get_device_properties(device): return SimpleNamespace(total_memory={140 * GB})"
+    ),
+    "torch/cuda/memory.py": (
+        f"def mem_get_info(device=None): return {130 * GB}, {140 * GB}\n"
+        "shares = []\ndef set_per_process_memory_fraction(share, device=None): shares.append(share)"
+    ),
     "torch/accelerator/__init__.py": "from torch.accelerator.memory import get_memory_info",
     "torch/accelerator/memory.py": f"def get_memory_info(device=None, /): return {100 * GB}, {140 * GB}",
     "vllm/__init__.py": "",
@@ -46,7 +53,8 @@ import json, torch.accelerator, torch.cuda
 from vllm.third_party import pynvml
 nvml = pynvml.nvmlDeviceGetMemoryInfo(0)
 pairs = torch.cuda.mem_get_info(0), torch.accelerator.get_memory_info(0)
-print(json.dumps([*pairs, [nvml.free, nvml.total, nvml.used]]))
+torch.cuda.set_per_process_memory_fraction(0.5, 0)
+print(json.dumps([*pairs, [nvml.free, nvml.total, nvml.used], torch.cuda.memory.shares]))
 """
 OUTCOME = Outcome(
     **{"peak_gb": 23.0, "next_step_s": 61.0, "caught_up_s": 70.0, "first_train_s": 12.0, "is_mid_step": True},
@@ -78,10 +86,11 @@ def said(command: list[str], environment: dict[str, str]) -> list[list[int]]:
 
 def test_every_way_to_ask_for_the_memory_names_the_smaller_card(hook, packages):
     environment = {"PYTHONPATH": f"{hook}{os.pathsep}{packages}", small_card.BYTES: str(24 * GB)}
-    pair, accelerator, nvml = said([sys.executable, "-c", ASK], environment)
+    pair, accelerator, nvml, shares = said([sys.executable, "-c", ASK], environment)
     assert pair == [14 * GB, 24 * GB]
     assert accelerator == [0, 24 * GB], "more is in use than the smaller card has"
     assert nvml == [14 * GB, 24 * GB, 10 * GB]
+    assert shares == [0.5 * 24 / 140]
 
 
 def test_without_the_variable_nothing_is_changed(hook, packages):

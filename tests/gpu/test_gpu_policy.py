@@ -78,20 +78,18 @@ LONG = [(40, [300, 90, 1, 200]), (1, [500, 4]), (7, [60, 2, 80])]
 """Uneven samples, one prompt of a single token among them."""
 
 
-def shaped_model(window: int | None = None):
+def shaped_model(window: int | None = None, **shape):
     """A model whose heads are wide enough for torch's variable-length kernel, with shared KV heads."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
     windows = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0} if window else {}
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4} | shape
     config = Qwen2Config(
         vocab_size=1000,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=3,
-        num_attention_heads=4,
         num_key_value_heads=2,
         tie_word_embeddings=True,
+        **sizes,
         **windows,
     )
     return Qwen2ForCausalLM(config).to("cuda", torch.bfloat16).eval()
@@ -179,16 +177,22 @@ def test_a_pass_that_does_not_fit_is_halved_until_it_does():
     assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-2)
 
 
-def test_a_measured_micro_batch_fits():
-    policy = Policy(shaped_model(), AdamSettings())
+WIDE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12, "num_attention_heads": 16}
+"""A shape whose gradients take as much memory as the activations of a thousand tokens."""
+
+
+@pytest.mark.parametrize(("shape", "room_bytes"), [({}, 600_000_000), (WIDE, 8_000_000_000)], ids=["narrow", "wide"])
+def test_a_measured_micro_batch_fits_and_uses_the_room(shape, room_bytes):
+    policy = Policy(shaped_model(**shape), AdamSettings())
     total = torch.cuda.get_device_properties(0).total_memory
-    tokens = measured(policy, total - torch.cuda.memory_allocated() - 600_000_000, longest=500)
+    tokens = measured(policy, total - torch.cuda.memory_allocated() - room_bytes, longest=500)
     assert 512 <= tokens < 32768
     samples = make_samples(np.random.default_rng(0), [(40, [460] * (tokens // 500))])
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    train_step(policy, samples, StepSettings(tokens_per_microbatch=tokens), lr=0.0)
-    assert torch.cuda.max_memory_allocated() - before <= 600_000_000
+    for _ in range(2):  # the second one with moments
+        train_step(policy, samples, StepSettings(tokens_per_microbatch=tokens), lr=0.0)
+    assert 0.6 * room_bytes <= torch.cuda.max_memory_allocated() - before <= room_bytes
 
 
 def test_a_snapshot_holds_the_bits_of_tensors_that_change_right_after():

@@ -4,7 +4,7 @@ import pytest
 
 from offbeat.config import Config, from_dict
 from offbeat.launch import gpu_memory
-from offbeat.launch.gpu_memory import server_share, servers_bytes, training_bytes
+from offbeat.launch.gpu_memory import OUTSIDE_BYTES, server_share, servers_bytes, trainer_bytes, training_bytes
 
 B = 10**9
 WEIGHTS = 2 * 1.5 * B
@@ -37,6 +37,13 @@ def test_several_servers_divide_one_half():
     one, two = (configured(rollout={"engine": "vllm", "workers": n}) for n in (1, 2))
     assert server_share(two, 80 * B) == pytest.approx(server_share(one, 80 * B) / 2, abs=1e-3)
     assert servers_bytes(two, 80 * B) == pytest.approx(servers_bytes(one, 80 * B), rel=0.01)
+
+
+def test_the_trainer_may_take_what_servers_leave_and_all_without_them():
+    shared = configured(engine={"memory_share": 0.3})
+    assert trainer_bytes(shared, 80 * B) == 56 * B - OUTSIDE_BYTES
+    assert trainer_bytes(configured(engine={"memory_share": 0.95}), 20 * B) == 0
+    assert trainer_bytes(from_dict({}), 80 * B) == 80 * B
 
 
 def test_a_share_that_is_set_is_taken():

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 import torch
 
@@ -45,6 +47,31 @@ def test_the_memory_of_a_gpu_is_free_and_total(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 80))
     assert devices.memory_bytes(torch.device("cuda")) == (10, 80)
     assert devices.memory_bytes(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(("num_bytes", "share"), [(20, 0.25), (0, 0.0), (100, 1.0)])
+def test_a_limit_is_a_share_of_the_whole_card(monkeypatch, num_bytes, share):
+    found = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 80))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: found.append(given))
+    devices.limit_memory(torch.device("cuda:0"), num_bytes)
+    devices.limit_memory(torch.device("cpu"), num_bytes)
+    assert found == [(share, torch.device("cuda:0"))]
+
+
+def test_memory_grows_in_place_unless_the_environment_says_otherwise(monkeypatch):
+    first, second = devices.ALLOCATOR_VARIABLES
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv(second, "max_split_size_mb:64")
+    monkeypatch.setenv(first, "")
+    monkeypatch.delenv(first)
+    devices.avoid_fragments(torch.device("cuda"))
+    assert first not in os.environ
+    monkeypatch.delenv(second)
+    devices.avoid_fragments(torch.device("cpu"))
+    assert first not in os.environ
+    devices.avoid_fragments(torch.device("cuda"))
+    assert os.environ[first] == "expandable_segments:True"
 
 
 def test_auto_takes_a_gpu_before_the_cpu(monkeypatch):

@@ -14,6 +14,9 @@ USABLE_SHARE = 0.92
 LEAST_BYTES = 2_500_000_000
 """Least memory that a server needs besides its weights: buffers, CUDA graphs, and some keys and values."""
 
+OUTSIDE_BYTES = 2_000_000_000
+"""Memory that trainer and server take besides tensors: CUDA's own for each process, and CUDA graphs."""
+
 
 def server_share(config: Config, total_bytes: int) -> float:
     """Returns the share of the trainer's GPU that each server on it may take; `total_bytes` is the GPU's memory.
@@ -40,6 +43,13 @@ def servers_bytes(config: Config, total_bytes: int) -> int:
     if config.rollout.engine not in SERVED or not num_servers or config.engine.url:
         return 0
     return int(num_servers * server_share(config, total_bytes) * total_bytes)
+
+
+def trainer_bytes(config: Config, total_bytes: int) -> int:
+    """Returns the most bytes of its GPU that the trainer may take: all if no server of the run's own workers is on it.
+    A server that starts again needs the memory that it had, which the trainer's cache must not have grown into."""
+    taken = servers_bytes(config, total_bytes)
+    return max(total_bytes - taken - OUTSIDE_BYTES, 0) if taken else total_bytes
 
 
 def training_bytes(config: Config, num_parameters: int, *, on_gpu: bool) -> dict[str, int]:

@@ -26,9 +26,17 @@ from offbeat.config.schema import Config, resolve_loss
 from offbeat.engines.embedded import EmbeddedEngine
 from offbeat.errors import UserError
 from offbeat.launch import wiring
-from offbeat.launch.gpu_memory import servers_bytes
+from offbeat.launch.gpu_memory import servers_bytes, trainer_bytes
 from offbeat.locate import locate
-from offbeat.model.devices import be_deterministic, device_name, memory_bytes, pick_device, pick_dtype
+from offbeat.model.devices import (
+    avoid_fragments,
+    be_deterministic,
+    device_name,
+    limit_memory,
+    memory_bytes,
+    pick_device,
+    pick_dtype,
+)
 from offbeat.model.loading import load_model
 from offbeat.model.lora import AdapterDisabled, Lora, base_tensors, describe, load_adapted
 from offbeat.trainer import attention
@@ -136,6 +144,8 @@ def make_policy(config: Config, model: PreTrainedModel | None = None) -> tuple[P
     """Returns the policy to train, and the reference (the frozen initial model), which is None without a KL term. The
     policy keeps `model`, which nobody else may use then; None: it loads one."""
     optimizer, model = config.optimizer, model or load(config)
+    if memory := memory_bytes(model.device):
+        limit_memory(model.device, trainer_bytes(config, memory[1]))
     needs_copy = bool(config.loss.kl_coef) and not config.model.lora_rank
     reference = copy.deepcopy(model).requires_grad_(False) if needs_copy else None
     policy = Policy(
@@ -192,7 +202,7 @@ def make_microbatch_size(config: Config, policy: Policy, folder: Path, event: Ca
     size = MicrobatchSize(config.batch.assumed_tokens, not config.run.exact, on_change)
     if is_measured:
         stored, memory = file.read(), memory_bytes(policy.device)
-        num_taken = servers_bytes(config, memory[1]) if memory else 0
+        num_taken = memory[1] - trainer_bytes(config, memory[1]) if memory else 0
         size.tokens = stored or measured(policy, num_taken, _longest(config))
         if stored is None:
             on_change(size.tokens)
@@ -263,9 +273,12 @@ def step_settings(config: Config) -> StepSettings:
 
 
 def prepare_torch(config: Config) -> None:
-    """Sets torch's number of threads for the calling thread (`run.threads`, else torch's default) and, with
-    `run.exact`, deterministic algorithms for the whole process. Call it before a model is loaded. The number of threads
-    is always set, because a new thread otherwise has the number that any thread set last."""
+    """Sets torch's number of threads for the calling thread (`run.threads`, else torch's default) and, for the whole
+    process, how memory is taken on a GPU and, with `run.exact`, deterministic algorithms. Call it before a model is
+    loaded. The number of threads is always set, because a new thread otherwise has the number that any thread set
+    last."""
     torch.set_num_threads(config.run.threads or NUM_THREADS)
+    device = pick_device(config.model.device)
+    avoid_fragments(device)
     if config.run.exact:
-        be_deterministic(pick_device(config.model.device))
+        be_deterministic(device)

@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from offbeat.errors import UserError
 
 DEVICE = re.compile(r"(cpu|mps|cuda)(?::(\d+))?")
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Environment variables with settings of torch's memory on GPUs; torch refuses different values in the two."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -85,6 +87,20 @@ def be_deterministic(device: torch.device) -> None:
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it products on several streams may differ
         torch.use_deterministic_algorithms(True)
+
+
+def avoid_fragments(device: torch.device) -> None:
+    """Lets memory that torch has taken on an NVIDIA GPU grow in place, so that blocks of many sizes leave no gaps. Must
+    be called before the device is first used. What the user's environment says instead is kept."""
+    if device.type == "cuda" and torch.version.cuda and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+
+
+def limit_memory(device: torch.device, num_bytes: int) -> None:
+    """Limits the memory of a GPU that this process takes for tensors. At the limit torch first frees its cache."""
+    if device.type == "cuda":
+        share = num_bytes / torch.cuda.mem_get_info(device)[1]
+        torch.cuda.set_per_process_memory_fraction(min(max(share, 0.0), 1.0), device)
 
 
 def synchronize(device: torch.device) -> None:

@@ -73,7 +73,10 @@ class MicrobatchSize:
 def measured(policy: Policy, num_taken_bytes: int, longest: int) -> int:
     """Returns the largest size, in tokens, for which the policy's GPU has memory. `num_taken_bytes` is the memory that
     other processes take or will take there; `longest` is the most tokens that prompt and answer may have together."""
+    _pass_over(policy, PROBES[0], longest)  # allocates the gradients, which are counted apart (`LATER_BYTES`)
     needed = [_peak_bytes(policy, tokens, longest) for tokens in PROBES]
+    policy.optimizer.zero_grad(set_to_none=True)
+    empty_cache(policy.device)
     per_token = max((needed[1] - needed[0]) / (PROBES[1] - PROBES[0]), 1.0)
     constant = max(needed[0] - per_token * PROBES[0], 0.0)
     found = memory_bytes(policy.device)
@@ -87,7 +90,16 @@ def measured(policy: Policy, num_taken_bytes: int, longest: int) -> int:
 
 
 def _peak_bytes(policy: Policy, num_tokens: int, longest: int) -> int:
-    """Returns the peak memory of a forward and backward pass over `num_tokens` random tokens, besides the gradients."""
+    """Returns the peak memory of a forward and backward pass over `num_tokens` tokens, besides what is held before."""
+    empty_cache(policy.device)
+    torch.cuda.reset_peak_memory_stats(policy.device)
+    before = torch.cuda.memory_allocated(policy.device)
+    _pass_over(policy, num_tokens, longest)
+    return torch.cuda.max_memory_allocated(policy.device) - before
+
+
+def _pass_over(policy: Policy, num_tokens: int, longest: int) -> None:
+    """Runs a forward and backward pass over random tokens, in samples that are as long as they may be."""
     rng = np.random.default_rng(0)
     vocabulary = policy.model.config.get_text_config().vocab_size
     samples: list[Sample] = []
@@ -97,16 +109,8 @@ def _peak_bytes(policy: Policy, num_tokens: int, longest: int) -> int:
         zeros = np.zeros(length, np.float32)
         samples.append(Sample(len(samples), tokens[:1], tokens[1:], zeros, np.ones(length, bool), 0.0))
     batch = pack(samples, range(len(samples)), policy.device)
-    empty_cache(policy.device)
-    torch.cuda.reset_peak_memory_stats(policy.device)
-    before = torch.cuda.memory_allocated(policy.device)
     policy.forward_backward(batch, lambda found: found.logprobs.sum())
     torch.cuda.synchronize(policy.device)
-    held = torch.cuda.memory_allocated(policy.device) - before  # the gradients, which stay
-    peak = torch.cuda.max_memory_allocated(policy.device) - before - held
-    policy.optimizer.zero_grad(set_to_none=True)
-    empty_cache(policy.device)
-    return peak
 
 
 class SizeFile:

@@ -96,7 +96,7 @@ class Policy:
         if self.head is not None:
             trained += [(f"value_head.{name}", p) for name, p in self.head.linear.named_parameters()]
         self.names, self.parameters = [name for name, _ in trained], [p for _, p in trained]
-        self.masters = [p if p.dtype == torch.float32 else p.detach().float().clone() for p in self.parameters]
+        self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
         self.optimizer = (HostAdamW if moments_on_host else torch.optim.AdamW)(
             self.masters,
             lr=0.0,
