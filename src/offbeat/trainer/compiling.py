@@ -36,7 +36,10 @@ def compile_layers(model: PreTrainedModel) -> bool:
         return False
     os.environ.setdefault(CACHE_VARIABLE, str(cache_folder()))
     import torch._dynamo
+    import torch._inductor.config
 
+    # Torch would compile a test for each of the CPU's instruction sets, again in every process: 30 s of a restart.
+    torch._inductor.config.cpp.vec_isa_ok = False
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_VARIANTS)
     AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.packed_attention))
     for layer in layers:
