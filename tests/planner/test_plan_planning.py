@@ -175,7 +175,24 @@ def test_what_a_bound_of_1_brings_is_told_by_plans_that_do_not_take_turns():
     waits = dataclasses.replace(SEVEN, bound=0)
     base, other = plan(HEX, waits), plan(HEX, dataclasses.replace(SEVEN, bound=1))
     (told,) = [line for line in what_would_help(HEX, waits, base) if line.startswith("bound 1")]
-    assert f"{other.step.tokens_per_s:,.0f} tokens/s at {other.step.price_per_h:,.2f} $/h" in told
+    rate = f"≈{round(other.step.tokens_per_s, -3):,.0f}"  # two digits, as nothing was measured
+    assert f"{rate} tokens/s at {other.step.price_per_h:,.2f} $/h" in told
+
+
+def test_the_words_on_training_compare_it_with_each_class_alone():
+    found = plan(HEX, SEVEN)
+    seconds = float(found.training.why.split()[0])
+    assert seconds == pytest.approx(found.training.step_s, rel=0.01)
+    alone_s = [float(word.rstrip(",")) for word in found.training.why.split("alone ")[1:] for word in word.split()[:1]]
+    assert len(alone_s) == len(HEX.classes)
+    assert seconds <= min(alone_s)
+    assert "$/M trained" in plan(HEX, SEVEN, throughput=found.step.tokens_per_s / 2).training.why
+
+
+def test_an_alias_is_an_assumption_that_says_which_card_it_stands_for(tmp_path):
+    file = tmp_path / "cluster.toml"
+    file.write_text('[classes.mine]\naccelerator = "a100"\nnodes = 1\nper_node = 8\nprice = 1.0\n')
+    assert 'mine: "a100" stands for a100-80gb' in load_inventory(file).assumptions
 
 
 def test_the_error_of_the_cost_model_is_known_only_when_every_card_was_measured():

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from offbeat.cli.chosen_run import RUN_HELP, chosen_run, where_it_started
+from offbeat.cli.chosen_run import RUN_HELP, chosen_run, is_run, where_it_started
 from offbeat.cli.parser import Parser
+from offbeat.errors import UserError
 
 
 def add_arguments(parser: Parser) -> None:
@@ -18,7 +19,10 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from offbeat.launch.run_folder import stored_config
 
-    source, folder = chosen_run(arguments.run), arguments.folder
+    folder = arguments.folder
+    if arguments.run is None and is_run(folder):
+        raise UserError(f"DIR = {folder!r} is a run; name a folder to write to as well: offbeat export {folder} MODEL_DIR")
+    source = chosen_run(arguments.run)
     stored_config(source)
     from offbeat.tools.export import adapter_folder, export_run
 

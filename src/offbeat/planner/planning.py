@@ -86,7 +86,7 @@ def fastest_round(found: list[Round]) -> Round:
     return min(found, key=lambda each: (each.placing.tau_s, each.price_per_h))
 
 
-COST_MODEL = "roofline with KV reads, 2"
+COST_MODEL = "roofline with KV reads, version 2"
 """Name of the cost model in certificates; its number rises with every change of a formula."""
 
 
@@ -185,7 +185,7 @@ def compose(
             price_lo_per_h=None if throughput is None else least,
             price_per_million_tokens=explain.price_per_million(price_per_h, tokens_per_s),
         ),
-        training=_training(problem, gang, placing, tokens_per_s),
+        training=_training(problem, gang, placing, tokens_per_s, by_price=throughput is not None),
         rollout=_pools(problem, gang, solution, placing.places),
         sync=Sync(tree.root, update_bytes(workload), tree.hops, CHUNK_BYTES, tree.seconds, tree.lower_bound_s),
         staleness=_staleness(workload, problem, solution),
@@ -214,13 +214,15 @@ def _common(column: Gang | RolloutColumn, record: type[Training | Pool]) -> dict
     return {each.name: getattr(column, each.name) for each in dataclasses.fields(record) if hasattr(column, each.name)}
 
 
-def _training(problem: PlanningProblem, gang: Gang, placing: Placing, tokens_per_s: float) -> Training:
+def _training(
+    problem: PlanningProblem, gang: Gang, placing: Placing, tokens_per_s: float, *, by_price: bool
+) -> Training:
     price = explain.gang_price_per_h(problem, gang)
     return Training(
         **_common(gang, Training),
         stages=placing.stages,
         price_per_million_tokens=explain.price_per_million(price, tokens_per_s),
-        why=explain.why_trains(problem, gang),
+        why=explain.why_trains(problem, gang, by_price=by_price),
     )
 
 

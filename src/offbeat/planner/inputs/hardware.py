@@ -133,6 +133,11 @@ def entry(name: str) -> Entry:
     return _entries()[found]
 
 
+def is_name(name: str) -> bool:
+    """Whether `name` is an accelerator's name in the catalogue, and not an alias, which may be less exact."""
+    return _plain(name) in _tables()
+
+
 def is_known(name: str) -> bool:
     return _plain(name) in _aliases()
 

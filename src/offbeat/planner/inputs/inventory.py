@@ -282,6 +282,8 @@ def _accelerator(name: str, table: ClassTable, origin: ValueOrigin, assumptions:
             card = hardware.accelerator(table.accelerator)
         except UserError as error:
             raise UserError(f"{origin.before((*place, 'accelerator'))}classes.{name}.{error}") from None
+        if not hardware.is_name(table.accelerator):
+            assumptions.append(f'{name}: "{table.accelerator}" stands for {card.name}')
         return dataclasses.replace(card, **own, source=f"{card.source}; some figures given") if own else card
     needed = ["tflops", "memory_gb", "bandwidth_tb_s", *(["link_gb_s"] if table.per_node > 1 else [])]
     missing = [key for key in needed if getattr(table, key) is None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,16 +69,20 @@ def without_cap(problem: PlanningProblem) -> PlanningProblem:
 
 
 def explain(
-    problem: PlanningProblem, result: Result, budget: float | None = None, relaxed: Iterable[Relaxation] | None = None
+    problem: PlanningProblem,
+    result: Result,
+    budget: float | None = None,
+    relaxed: Iterable[Relaxation] | None = None,
+    rate: Callable[[float], str] = "{:,.0f}".format,
 ) -> list[Gain]:
     """Returns the gain in tokens/s that each relaxation in `relaxed` (None: all) brings over the plan of `result`, the
-    largest first. `budget` ($/h) applies only if `relaxed` is None."""
+    largest first. `budget` ($/h) applies only if `relaxed` is None. `rate` writes tokens per second."""
     gains = []
     for each in relaxations(problem, budget) if relaxed is None else relaxed:
         other = fastest(each.problem, each.budget)
         if other.solution is not None:
             gain = other.tokens_per_s / result.tokens_per_s - 1
-            text = f"{gain:+.1%}, {other.tokens_per_s:,.0f} tokens/s at {other.price_per_h:,.2f} $/h"
+            text = f"{gain:+.1%}, {rate(other.tokens_per_s)} tokens/s at {other.price_per_h:,.2f} $/h"
             gains.append(Gain(each.name, gain, text))
     return sorted(gains, key=lambda gain: -gain.gain)
 
@@ -189,27 +193,30 @@ def why_generates(problem: PlanningProblem, offer: str) -> str:
         rate = column.tokens_per_s / column.num_accelerators
         rates[column.offer] = max(rates.get(column.offer, rate), rate)
     if any(prices.values()):
-        return _beside("$/M generated", {name: f"{price:.3g}" for name, price in prices.items()}, offer)
+        return _beside("$/M at best", {name: f"{price:.3g}" for name, price in prices.items()}, offer)
     return _beside("tokens/s a card", {name: f"{rate:,.0f}" for name, rate in rates.items()}, offer)
 
 
-def why_trains(problem: PlanningProblem, gang: Gang) -> str:
-    """Explains why `gang` trains: its price of a million trained tokens, then the lowest prices of gangs that use one
-    class only, for up to three classes. If all machines are free, seconds per step take the place of prices."""
-    cost: dict[str, float] = {}
-    seconds: dict[str, float] = {}
+def why_trains(problem: PlanningProblem, gang: Gang, *, by_price: bool) -> str:
+    """Explains why `gang` trains: its seconds a step, then the fewest that up to three classes need alone. With
+    `by_price`, for a plan that is to be cheap, prices of a million trained tokens take their place."""
+    figures: dict[str, float] = {}
     for other in problem.gangs:
         if len(other.nodes) == 1:
             (name,) = other.nodes
-            each = price_per_million(gang_price_per_h(problem, other), problem.demand.tokens / other.period_s)
-            cost[name] = min(cost.get(name, each), each)
-            seconds[name] = min(seconds.get(name, other.period_s), other.period_s)
-    own = " + ".join(gang.nodes)
-    cost[own] = price_per_million(gang_price_per_h(problem, gang), problem.demand.tokens / gang.period_s)
-    seconds[own] = gang.period_s
-    if any(cost.values()):
-        return _beside("$/M trained", {name: f"{each:.3g}" for name, each in cost.items()}, own)
-    return _beside("s a step", {name: f"{each:.3g}" for name, each in seconds.items()}, own)
+            each = _figure(problem, other, by_price=by_price)
+            figures[f"{name} alone"] = min(figures.get(f"{name} alone", each), each)
+    own = f"{next(iter(gang.nodes))} alone" if len(gang.nodes) == 1 else " + ".join(gang.nodes)
+    figures[own] = _figure(problem, gang, by_price=by_price)
+    unit = "$/M trained" if by_price else "s a step"
+    return _beside(unit, {name: f"{each:.3g}" for name, each in figures.items()}, own)
+
+
+def _figure(problem: PlanningProblem, gang: Gang, *, by_price: bool) -> float:
+    """Returns the price of a million tokens that `gang` trains, or its seconds a step."""
+    if not by_price:
+        return gang.period_s
+    return price_per_million(gang_price_per_h(problem, gang), problem.demand.tokens / gang.period_s)
 
 
 def _beside(unit: str, figures: Mapping[str, str], own: str) -> str:
@@ -231,7 +238,7 @@ def limit(
     if demand.reward_rate is not None and demand.trajectories >= TIGHT * demand.reward_rate * solution.tau_s:
         return "the reward pool limits it"
     if demand.bound and gang.period_s >= TIGHT * solution.tau_s:
-        return f"training limits it: no gang{left} has a shorter step"
+        return f"training limits it: no other machines{left} train a step sooner"
     if not demand.bound:
         return "generation and training take turns, which limits it"
     in_flight = sum(columns[name].concurrency * count for name, count in solution.replicas.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 from rich import box
 from rich.console import Console
@@ -118,7 +119,7 @@ def _facts(plan: Plan) -> list[str]:
     facts = [
         f"Gap: {proof.gap:.2%} by {proof.solver}: {lowest}{word}.",
         f"Cost model: {proof.cost_model}; {error}.",
-        f"Staleness: bound {age.bound}, {age.mean_age:.2g} versions expected, {cap}.",
+        f"Staleness: {age.mean_age:.2g} expected on average, {age.bound} at most; {cap}.",
         f"Weights: {plan.sync.num_bytes / 1e9:,.3g} GB reach every replica in {plan.sync.seconds:,.3g} s "
         f"{'beside' if age.bound else 'before'} generation; no way takes less than {plan.sync.lower_bound_s:,.3g} s.",
     ]
@@ -171,7 +172,8 @@ def what_would_help(
             if not each.name.startswith(NODE):
                 relaxed.append(each)
     if plan.throughput is None:
-        found = explain(problem, Result(Status.FEASIBLE, tokens_per_s=plan.step.tokens_per_s), plan.budget, relaxed)
+        result = Result(Status.FEASIBLE, tokens_per_s=plan.step.tokens_per_s)
+        found = explain(problem, result, plan.budget, relaxed, partial(_rate, plan))
     else:
         found = savings(plan.throughput, plan.step.price_per_h, relaxed)
     known_names = {each.name.removeprefix(NODE) for each in relaxed}
