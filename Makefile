@@ -32,7 +32,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.ready
 VLLM_LOG := $(VLLM)/install.log
-PIP := $(BIN)/python -m pip --disable-pip-version-check -q install -c constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --progress-bar off -c constraints.txt
 WITHOUT_GYM := .[math,data,smollm2,plot,tensorboard,remote,dev]
 FAILED := { tail -n 5 $(LOG) >&2; echo "make: the installation failed; all of its output is in $(LOG)" >&2; exit 1; }
 
@@ -85,7 +85,7 @@ clean:
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	  { echo "make: $(PYTHON) is missing or older than Python 3.11; install one and say make PYTHON=/path/to/python3" >&2; exit 1; }
-	@echo "setting up $(VENV) (a few minutes, once)"
+	@echo "setting up $(VENV) (five minutes or so, once; tail -f $(LOG) shows how far it is)"
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) >/dev/null || \
 	  { echo "make: $(PYTHON) cannot make a virtual environment; on Debian: apt install python3-venv" >&2; exit 1; }
 	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch >$(LOG) 2>&1 || $(FAILED)

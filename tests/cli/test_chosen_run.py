@@ -53,6 +53,14 @@ def test_a_name_that_no_run_has_is_answered_with_those_that_there_are(elsewhere,
         assert capsys.readouterr().err == "offbeat: runs/nobody: there is no such run; runs has a\n"
 
 
+def test_an_export_without_a_folder_does_not_take_the_runs_name_for_one(elsewhere, monkeypatch, capsys):
+    monkeypatch.chdir(elsewhere.parent.parent)
+    for word in ("a", "runs/a"):
+        assert main(["export", word]) == 2
+        told = f"offbeat: DIR = '{word}' is a run; name a folder to write to as well: offbeat export {word} MODEL_DIR\n"
+        assert capsys.readouterr().err == told
+
+
 @pytest.mark.full
 def test_a_run_of_a_file_and_a_reward_goes_on_from_another_folder(tmp_path):
     project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"

@@ -1,5 +1,6 @@
 import datetime
 import json
+import time
 
 import numpy as np
 import pyarrow as pa
@@ -200,3 +201,13 @@ def test_columns_become_plain_facts(tmp_path):
 def test_a_share_that_leaves_nothing_to_train_on_is_refused(tmp_path):
     same = [{"prompt": "question 1"}] * 4
     assert "holds out all" in refusal(jsonl_source, tmp_path, *same, held_out=0.9999)
+
+
+def test_a_data_set_on_a_hub_that_cannot_be_reached_is_refused_at_once_with_a_way_out(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)  # put back afterwards
+    start_s = time.monotonic()
+    told = refusal(DatasetRows, "nobody/nothing:main", "train")
+    assert "hub cannot be reached" in told
+    assert "hf download --repo-type dataset nobody/nothing --local-dir FOLDER" in told
+    assert time.monotonic() - start_s < 15

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from offbeat.observability import console
 from offbeat.observability.console import (
     PlainConsole,
     TerminalConsole,
@@ -212,3 +213,11 @@ def test_numbers_are_short():
     }
     assert {number: short(number) for number in numbers} == numbers
     assert [duration(x) for x in (8.21, 125, 11_520)] == ["8.2 s", "2 min 5 s", "3 h 12 min"]
+
+
+@pytest.mark.parametrize(("called", "is_found", "word"), [("env/bin/offbeat", False, "env/bin/offbeat"),
+    ("env/bin/offbeat", True, "offbeat"), ("offbeat/__main__.py", False, "offbeat")])  # fmt: skip
+def test_a_command_to_copy_has_the_programs_path_where_the_shell_would_not_find_it(monkeypatch, called, is_found, word):
+    monkeypatch.setattr("sys.argv", [called, "train"])
+    monkeypatch.setattr("shutil.which", lambda name: "/bin/offbeat" if is_found else None)
+    assert console.program() == word

@@ -21,7 +21,9 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
     folder = arguments.folder
     if arguments.run is None and is_run(folder):
-        raise UserError(f"DIR = {folder!r} is a run; name a folder to write to as well: offbeat export {folder} MODEL_DIR")
+        raise UserError(
+            f"DIR = {folder!r} is a run; name a folder to write to as well: offbeat export {folder} MODEL_DIR"
+        )
     source = chosen_run(arguments.run)
     stored_config(source)
     from offbeat.tools.export import adapter_folder, export_run

@@ -140,9 +140,18 @@ class DatasetRows:
     def __init__(self, path: str, split: str):
         self.path, self.split = path, split
         datasets = import_extra("datasets", "data", "the task source 'dataset'")
+        is_away = not Path(path).exists() and not _hub_answers(path)
         try:
+            if is_away:  # a copy in the cache will do; without this, the hub is tried again for half a minute
+                datasets.config.HF_HUB_OFFLINE = True
             found = _load_dataset(datasets, path, split)
         except Exception as error:  # the hub, codecs and file formats raise errors of many kinds
+            if is_away:
+                raise UserError(
+                    f"task.path = {path!r}: no such folder, and the Hugging Face hub cannot be reached to download it; "
+                    "check the network, or give a local folder, such as one that hf download --repo-type dataset "
+                    f"{path.partition(':')[0]} --local-dir FOLDER has made on a machine with a network"
+                ) from error
             why = " ".join(str(error).split()).replace("Example of usage: ", "")
             if "Config name is missing" in why:
                 why = f"{why.partition(' `load_dataset')[0]}, such as task.path = '{path}:NAME'"
@@ -161,6 +170,23 @@ class DatasetRows:
 
     def where(self, index: int) -> str:
         return f"{self.path}, {self.split} row {index}"
+
+
+HUB_TIMEOUT_S = 10.0
+
+
+def _hub_answers(path: str) -> bool:
+    """Whether the Hugging Face hub answers at all, be it that it has no such dataset."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi().dataset_info(path.partition(":")[0], timeout=HUB_TIMEOUT_S)
+    except (HfHubHTTPError, ValueError):  # no such dataset, or not a name: loading it says so
+        return True
+    except Exception:  # noqa: BLE001 - the hub's client raises errors of many kinds
+        return False
+    return True
 
 
 def _load_dataset(datasets: Any, path: str, split: str) -> Any:

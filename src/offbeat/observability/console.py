@@ -9,9 +9,12 @@ notebooks.
 from __future__ import annotations
 
 import math
+import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, TextIO
 
 from rich.console import Console as RichConsole
@@ -259,13 +262,19 @@ def closing_lines(summary: Row, folder: str, *, from_python: bool = False) -> li
         words.append(("failed", f"{counts}; left out of training, see {folder}/logs"))
     words.append(("run", folder))
     if summary.get("finished") is False:
-        words.append(("next", "run.resume()" if from_python else f"offbeat train --resume {folder}"))
+        words.append(("next", "run.resume()" if from_python else f"{program()} train --resume {folder}"))
     elif steps and from_python:
         words += [("next", 'run.export("MODEL_DIR")'), ("or", f"run.resume(steps={2 * steps})")]
     elif steps:
-        words.append(("next", f"offbeat export {folder} MODEL_DIR"))
-        words.append(("or", f"offbeat train --resume {folder} --run.steps {2 * steps}"))
+        words.append(("next", f"{program()} export {folder} MODEL_DIR"))
+        words.append(("or", f"{program()} train --resume {folder} --run.steps {2 * steps}"))
     return [(name, text) for name, text in words if text]
+
+
+def program() -> str:
+    """Returns the word that calls Offbeat: its path if the shell would not find it, such as after `make demo`."""
+    own = Path(sys.argv[0])
+    return os.path.relpath(own) if own.name == "offbeat" and shutil.which("offbeat") is None else "offbeat"
 
 
 def ends(num_steps: int) -> tuple[int, int]:
