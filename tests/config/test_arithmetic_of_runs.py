@@ -30,7 +30,7 @@ def test_an_evaluation_has_no_more_prompts_than_are_held_out():
     lines = {number: summarise(config, num_held_out=number)[6] for number in (None, 200, 11, 0)}
     assert lines[None] == lines[200]
     assert lines[200].endswith("200 prompts × 2 = 400 answers each")
-    assert lines[11].endswith("11 prompts × 2 = 22 answers each (eval.prompts = 200, but no more are held out)")
+    assert lines[11].endswith("11 prompts × 2 = 22 answers each (all that are held out; eval.prompts = 200)")
     assert lines[0] == "evaluation   none: no task has a held-out split"
 
 

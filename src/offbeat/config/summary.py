@@ -36,8 +36,8 @@ def summarise(config: Config, num_parameters: int | None = None, num_held_out: i
         f"tokens       at most {config.rollout.max_new_tokens:,} new per sample, {new_tokens:,} per step",
         f"micro-batch  {_microbatch_tokens(config)}; at most "
         f"{count(microbatches_per_update(config), 'micro-batch')} per update",
-        f"engine       {count(config.rollout.slots, 'slot')}: a step's samples in "
-        f"{count(math.ceil(samples / config.rollout.slots), 'wave')} or fewer",
+        f"engine       {count(config.rollout.slots, 'slot')}: a step's samples take "
+        f"at most {count(math.ceil(samples / config.rollout.slots), 'wave')}",
         f"the run      {count(steps, 'step')} = {count(steps * groups, 'group')} = "
         f"{count(steps * samples, 'sample')}, at most {new_tokens * steps:,} new tokens",
         _learning(config),
@@ -110,7 +110,7 @@ def _evaluation(config: Config, num_held_out: int | None) -> str:
         return "evaluation   none: no task has a held-out split"
     num_prompts = options.prompts if num_held_out is None else num_held_out
     answers = num_prompts * options.samples
-    fewer = "" if num_prompts == options.prompts else f" (eval.prompts = {options.prompts:,}, but no more are held out)"
+    fewer = "" if num_prompts == options.prompts else f" (all that are held out; eval.prompts = {options.prompts:,})"
     return (
         f"evaluation   {count(times, 'time')}: at the start, every {count(options.every, 'step')}, at the end; "
         f"{count(num_prompts, 'prompt')} × {options.samples} = {count(answers, 'answer')} each{fewer}"
