@@ -80,7 +80,7 @@ def test_a_trainer_whose_checkpoints_are_gone_is_told_to_bring_them_back(ledger:
         full_step(ledger, step)
     ledger.checkpointed(1)
     with pytest.raises(
-        UserError, match=r"at step 2, but checkpoints/ is gone .*of step 1: bring it back, or .*scratch"
+        UserError, match=r"at step 2, but its checkpoint of step 1 is gone .*: bring it back, or .*scratch"
     ):
         ledger.reconcile(0, None, FIRST)
 

@@ -107,8 +107,8 @@ def test_the_reward_of_a_resumed_runs_first_batch_is_not_shown_again(reporter, m
         ([], [22], ""),
         ([21], [], "; step 21 came"),
         ([21, 22, 23, 24, 25], [22, 23, 24, 25], "; steps 21 to 25 came"),
-        ([21, 22], [22, 23], "; steps 21 to 22 came"),  # the batch of step 23 was claimed, but not trained
-        ([21, 22, 24], [22], "; steps 21 to 22 came"),  # step 22 has two versions
+        ([21, 22], [22, 23], "; steps 21 and 22 came"),  # the batch of step 23 was claimed, but not trained
+        ([21, 22, 24], [22], "; steps 21 and 22 came"),  # step 22 has two versions
     ],
 )
 def test_a_resume_tells_which_steps_are_trained_again(reporter, abandoned, undone, told):

@@ -230,7 +230,8 @@ def _resumed(step: int, version: int, abandoned: Sequence[int] = (), undone_step
     last = min(step + len(abandoned), max(undone_steps, default=step + 1))
     if last == step + 1:
         return f"{text}; step {last} came after the last checkpoint and is trained again"
-    return f"{text}; steps {step + 1} to {last} came after the last checkpoint and are trained again"
+    joint = "and" if last == step + 2 else "to"
+    return f"{text}; steps {step + 1} {joint} {last} came after the last checkpoint and are trained again"
 
 
 def step_row(report: StepReport, spans: Mapping[str, float], num_siblings: int) -> dict[str, Any]:
