@@ -38,5 +38,10 @@ class RunOver(OffbeatError):
     """The run has ended, so its workers have nothing left to do; not a failure."""
 
 
+class RunInterrupted(RunOver):
+    """The run was stopped before its last step, and may be resumed; the message says where, as "stopped at step 3 of
+    12"."""
+
+
 class RunStopped(OffbeatError):
     """A run ended itself to protect the user's training; the message says why."""

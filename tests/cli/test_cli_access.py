@@ -9,6 +9,7 @@ from offbeat.cli import access, trainer
 from offbeat.cli.parser import Parser
 from offbeat.errors import UserError
 from offbeat.launch.joining import Invitation
+from offbeat.launch.run_folder import ADDRESS, EVENTS
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.workers import Role, WorkerState, new_secret, secret_hash
 
@@ -16,6 +17,7 @@ from offbeat.ledger.workers import Role, WorkerState, new_secret, secret_hash
 @pytest.fixture
 def folder(tmp_path):
     Ledger(tmp_path / "ledger.sqlite").close()
+    (tmp_path / ADDRESS).touch()
     return tmp_path
 
 
@@ -91,8 +93,24 @@ def test_nobody_is_there_once_the_coordinator_has_ended(folder, capsys):
         ledger.redeem(ledger.issue_token(Role.TRAINER, 5), "big", {}, secret_hash(new_secret()))
         ledger.note_seen({"big": time.time()})
         ledger.note_seen({}, is_last=True)
-    run("list", folder)
-    assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["big", "trainer", "away"]
+    end = {"event": "end", "step": 3, "finished": False}
+    for events, state in (([], "away"), ([end], "away"), ([end, end | {"finished": True}], "finished")):
+        (folder / EVENTS).write_text("".join(f"{json.dumps(event)}\n" for event in events))
+        run("list", folder)
+        assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["big", "trainer", state]
+
+
+def test_no_token_is_printed_that_nobody_could_use(folder, capsys):
+    end, again = ({"event": "end", "step": 3, "finished": True}, {"event": "reopen"})
+    (folder / EVENTS).write_text(f"{json.dumps(end)}\n")
+    with pytest.raises(UserError, match=r"the run has finished, .* --resume .* --run.steps N goes on with it"):
+        run("token", folder)
+    (folder / EVENTS).write_text(f"{json.dumps(end)}\n{json.dumps(again)}\n")
+    assert run("token", folder) == 0
+    (folder / ADDRESS).unlink()
+    with pytest.raises(UserError, match=r"nothing listens for workers .* --rollout.workers 1 lets them join"):
+        run("token", folder)
+    assert len(capsys.readouterr().out.splitlines()) == 1
 
 
 def test_a_revoked_worker_is_revoked(folder, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,8 @@ def test_show_tells_who_made_what_and_what_looks_wrong(run: Path, capsys: pytest
     assert "1 with" in lines["partials"]
     assert "lost 1 times" in lines["suspects"]
     assert "4 published, 1 of them abandoned" in lines["versions"]
-    head = ["worker", "trajectories", "tokens", "tokens/s", "leased", "partials", "failed", "checked", "off"]
-    assert lines["worker"].split() == head
+    head = ["worker", "trajectories", "tokens", "tokens/s", "leased", "partials", "failed"]
+    assert re.split(r"\s\s+", lines["worker"]) == [*head, "tokens audited", "log-prob off"]
     assert lines["set aside"].split()[2:] == ["none"]
     assert lines["2"].split()[-1] == "abandoned"
 

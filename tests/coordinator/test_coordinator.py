@@ -9,7 +9,7 @@ import pytest
 from coordinator_scenes import SOON_S, answer, answer_all, coordinator, version
 from faulty_disk import no_file_over
 
-from offbeat.errors import DeadlineError, DiskError, RunOver, RunStopped
+from offbeat.errors import DeadlineError, DiskError, RunInterrupted, RunOver, RunStopped
 from offbeat.ledger.errors import Damaged, LedgerError
 from offbeat.ledger.records import ComparedSegment, Outcome, Submission
 from offbeat.ledger.workers import Role, WorkerState, new_secret, secret_hash
@@ -234,6 +234,18 @@ def test_when_the_run_is_over_those_that_only_look_out_for_versions_are_told(tmp
             with pytest.raises(RunOver):
                 await looking
             assert (await made.newer(None, 0.0)).number == 0  # what is there can still be had
+
+    asyncio.run(scenario())
+
+
+def test_when_the_run_was_stopped_workers_are_told_where(tmp_path):
+    async def scenario():
+        async with coordinator(tmp_path) as made:
+            await made.publish(version(0, 0))
+            made.end("stopped at step 3 of 12")
+            assert (await made.lease("w", 1, 0, 0.0)).interrupted == "stopped at step 3 of 12"
+            with pytest.raises(RunInterrupted, match="stopped at step 3 of 12"):
+                await made.newer(0, SOON_S)
 
     asyncio.run(scenario())
 

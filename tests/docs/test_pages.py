@@ -27,6 +27,7 @@ from doc_reader import (
 import offbeat
 from offbeat.config import load
 from offbeat.data.mixture import build_mixture
+from offbeat.launch.joining import new_token
 from offbeat.rewards.wire import ARGUMENTS
 
 WITH_A_TEST_OF_ITS_OWN = ("gpu-quickstart", "install")
@@ -89,7 +90,7 @@ def test_a_command_on_a_page_works(page: Path, command: str, reader: Reader):
         case [token, "worker", "token", "runs/NAME", "--role", "reward)", "offbeat", "worker", *words]:
             assert reader.run.is_dir()
             assert token == "OFFBEAT_TOKEN=$(offbeat"
-            (reader.folder / "token").write_text(reader.succeed("worker", "token", "runs/NAME", "--role", "reward"))
+            (reader.folder / "token").write_text(new_token(reader.run, "reward"))  # the run here is one process
             nowhere = [word.replace(":8700", ":9") for word in words]  # tests/faults has judges that find somebody
             said = reader.offbeat("worker", *nowhere, "--token-file=token", "--dir=judge", "--patience=0.1")
             assert (said.status, "POST /v1/join: not answered" in said.err) == (1, True), said

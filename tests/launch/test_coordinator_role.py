@@ -102,3 +102,7 @@ def test_judges_are_asked_for_only_where_the_run_computes_no_rewards_itself(proc
         _announce(folder, server, "http://127.0.0.1:8701", runtime)
         assert json.loads((folder.path / ADDRESS).read_text())["url"] == "http://10.0.0.5:8700"
     assert any("--role reward" in note for note in notes) == (processes == 0)
+    assert not any("need no token" in note for note in notes)
+    with RunFolder.open(folder.path) as resumed:
+        _announce(resumed, server, "http://127.0.0.1:8701", runtime)
+    assert "workers that joined before need no token" in notes[-1]

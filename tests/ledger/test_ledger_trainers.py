@@ -74,6 +74,17 @@ def test_a_trainer_without_a_checkpoint_is_refused_by_a_run_past_step_0_and_chan
     assert rows(ledger) == before
 
 
+def test_a_trainer_whose_checkpoints_are_gone_is_told_to_bring_them_back(ledger: Ledger):
+    ledger.reconcile(0, None, FIRST)
+    for step in range(2):
+        full_step(ledger, step)
+    ledger.checkpointed(1)
+    with pytest.raises(
+        UserError, match=r"at step 2, but its checkpoint of step 1 is gone .*: bring it back, or .*scratch"
+    ):
+        ledger.reconcile(0, None, FIRST)
+
+
 def test_told_to_begin_from_scratch_it_undoes_the_run_and_may_be_killed_before_its_first_checkpoint(ledger: Ledger):
     ledger.reconcile(0, None, FIRST)
     first = full_step(ledger, 0)

@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -85,9 +86,35 @@ def test_the_first_batchs_reward_is_shown_before_its_step_but_only_in_a_slow_run
     monkeypatch.setattr(metrics, "FIRST_BATCH_AFTER_S", 0.0)
     reporter.claimed(batch)
     assert reporter.console.file.getvalue() == "first batch: 4 answers, reward 0.500; training\n"
+    reporter.claimed(replace(batch, step=1))  # ahead
+    reporter.claimed(batch)  # by a trainer that was restarted
     reporter.step({**row_of(*batch.groups), "failures": 0})
     reporter.claimed(batch)
     assert reporter.console.file.getvalue().count("first batch") == 1
+
+
+def test_the_reward_of_a_resumed_runs_first_batch_is_not_shown_again(reporter, monkeypatch):
+    monkeypatch.setattr(metrics, "FIRST_BATCH_AFTER_S", 0.0)
+    reporter.folder.attempt = 2
+    reporter.claimed(Batch(0, 0, (group(member(2, 1.0)),)))
+    assert reporter.console.file.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("abandoned", "undone", "told"),
+    [
+        ([], [], ""),
+        ([], [22], ""),
+        ([21], [], "; step 21 came"),
+        ([21, 22, 23, 24, 25], [22, 23, 24, 25], "; steps 21 to 25 came"),
+        ([21, 22], [22, 23], "; steps 21 and 22 came"),  # the batch of step 23 was claimed, but not trained
+        ([21, 22, 24], [22], "; steps 21 and 22 came"),  # step 22 has two versions
+    ],
+)
+def test_a_resume_tells_which_steps_are_trained_again(reporter, abandoned, undone, told):
+    reporter.event("resume", step=20, version=26, abandoned=abandoned, undone_steps=undone, reissued_groups=3)
+    shown = reporter.console.file.getvalue()
+    assert shown.partition(" after the last checkpoint and ")[0].rstrip() == f"resumed at step 20 as version 26{told}"
 
 
 def test_tokens_that_may_not_be_trained_have_no_staleness():

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from offbeat.cli.chosen_run import RUN_HELP, chosen_run, is_run
 from offbeat.cli.ledger import span
 from offbeat.errors import UserError
+from offbeat.launch.run_folder import ADDRESS, has_finished
 from offbeat.spelling import nearest
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def issue_token(folder: Path, role: str = "rollout", minutes: float = DEFAULT_MI
     from offbeat.ledger.workers import Role
 
     with _ledger(folder) as ledger, ledger.naming_damage():
+        _check_joinable(folder)
         token = ledger.issue_token(Role(role), minutes)
     print(token)
     return 0
@@ -74,7 +76,7 @@ def list_workers(folder: Path, *, as_json: bool = False) -> int:
     if as_json:
         print(json.dumps([asdict(worker) for worker in found]))
     else:
-        print("\n".join(_lines(found)))
+        print("\n".join(_lines(found, is_finished=has_finished(folder))))
     return 0
 
 
@@ -104,6 +106,20 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UserError("a worker's NAME is missing; offbeat worker list prints the names")
 
 
+def _check_joinable(folder: Path) -> None:
+    """Raises `UserError` if no worker could use a token for the run."""
+    if has_finished(folder):
+        raise UserError(
+            f"{folder}: the run has finished, so nobody can join it; offbeat train --resume {folder} --run.steps N "
+            "goes on with it"
+        )
+    if not (folder / ADDRESS).is_file():
+        raise UserError(
+            f"{folder}: nothing listens for workers in this run (it is one process, or is only starting); once it has "
+            f"ended, offbeat train --resume {folder} --rollout.workers 1 lets them join"
+        )
+
+
 def _ledger(folder: Path, *, read_only: bool = False) -> Ledger:
     file = folder / "ledger.sqlite"
     if not file.is_file():
@@ -113,16 +129,22 @@ def _ledger(folder: Path, *, read_only: bool = False) -> Ledger:
     return Ledger(file, read_only=read_only, must_exist=True)
 
 
-def _lines(found: list[WorkerRecord]) -> list[str]:
+def _lines(found: list[WorkerRecord], *, is_finished: bool) -> list[str]:
     if not found:
         return ["no worker has joined; offbeat worker token RUN prints a token to join with"]
-    head = f"{'worker':<24} {'role':<8} {'state':<12} {'leased':>6} {'checked':>10} {'off':>7}"
+    head = f"{'worker':<24} {'role':<8} {'state':<12} {'leased':>6}  {'tokens audited':>14}  {'log-prob off':>12}"
     lines = [f"{head}  {'joined':<16}  last seen"]
     for worker in found:
         joined = time.strftime("%Y-%m-%d %H:%M", time.localtime(worker.joined_at))
         seen = "-" if worker.last_seen_at is None else f"{span(time.time() - worker.last_seen_at)} ago"
-        state = "away" if worker.is_away else worker.state
-        figures = f"{worker.num_leased:>6,} {worker.num_compared:>10,} {worker.num_off:>7,}"
+        figures = f"{worker.num_leased:>6,}  {worker.num_compared:>14,}  {worker.num_off:>12,}"
         reason = f"  ({worker.reason})" if worker.reason else ""
+        state = _state(worker, is_finished=is_finished)
         lines.append(f"{worker.name:<24} {worker.role:<8} {state:<12} {figures}  {joined}  {seen}{reason}")
     return lines
+
+
+def _state(worker: WorkerRecord, *, is_finished: bool) -> str:
+    if not worker.is_away:
+        return worker.state
+    return "finished" if is_finished and worker.role == "trainer" else "away"

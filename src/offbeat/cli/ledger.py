@@ -86,8 +86,8 @@ def _lines(report: RunReport) -> list[str]:
 
 
 def _worker_rows(report: RunReport) -> list[tuple[str, ...]]:
-    head = ("worker", "trajectories", "tokens", "tokens/s", "leased", "partials", "failed", "checked", "off")
-    rows: list[tuple[str, ...]] = [head]
+    made_by = ("worker", "trajectories", "tokens", "tokens/s", "leased", "partials", "failed")
+    rows: list[tuple[str, ...]] = [(*made_by, "tokens audited", "log-prob off")]
     for made in report.producers:
         rate = "-" if made.tokens_per_second is None else f"{made.tokens_per_second:,.0f}"
         rest = (made.num_leased, made.num_partials, made.num_failed, made.num_compared, made.num_off)

@@ -23,7 +23,7 @@ import aiohttp
 import msgspec
 
 from offbeat.client import wire
-from offbeat.errors import DeadlineError, OffbeatError, RunOver, RunStopped, UserError
+from offbeat.errors import DeadlineError, OffbeatError, RunInterrupted, RunOver, RunStopped, UserError
 from offbeat.ledger.errors import Conflict, Fenced, Forbidden, Refused, Unknown
 from offbeat.net import is_loopback
 from offbeat.waiting import on_bytes
@@ -296,7 +296,7 @@ class Connection:
         return self._session
 
     def _error(self, status: int, why: str, kind: str | None) -> OffbeatError:
-        for error in (RunOver, RunStopped, UserError):
+        for error in (RunInterrupted, RunOver, RunStopped, UserError):
             if kind == error.__name__:
                 return error(why)
         if status == 504:

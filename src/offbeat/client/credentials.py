@@ -80,6 +80,11 @@ def own_secret(path: Path, token: str) -> str:
         raise UserError(f"{path}: holds no key for joining; delete this file, and join with a new token") from None
 
 
+def has_token(file: Path | None, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether `read_token` finds a join token without asking a person."""
+    return file is not None or bool(environment.get(TOKEN_VARIABLE, "").strip())
+
+
 def read_token(file: Path | None, environment: Mapping[str, str] = os.environ) -> str:
     """Returns the join token from `file`. If `file` is None, takes it from the environment, or else from a person at
     the terminal, but never from the command line, which other users can read."""

@@ -29,6 +29,8 @@ class LeaseResponse:
     """Seconds for which the leases last without a heartbeat."""
     is_over: bool = False
     """The run has ended: there are no further tasks."""
+    interrupted: str = ""
+    """How a run that is over ended before its last step, such as "stopped at step 3 of 12"; "": it has finished."""
     round: int | None = None
     """Number of the version that began the current round. When the round ends, those of the tasks stop that require no
     version. None: the tasks belong to no round."""
@@ -59,6 +61,8 @@ class RewardLease:
     """Seconds for which the lease lasts if the judge makes no call."""
     is_over: bool = False
     """The run has ended: there are no further samples."""
+    interrupted: str = ""
+    """How a run that is over ended before its last step, such as "stopped at step 3 of 12"; "": it has finished."""
 
 
 class WorkerClient(Protocol):

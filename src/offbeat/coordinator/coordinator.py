@@ -22,7 +22,7 @@ from offbeat.coordinator.maintenance import LedgerMaintenance, MaintenanceSettin
 from offbeat.coordinator.relays import RelayAssignment
 from offbeat.coordinator.reward_queue import RewardQueue
 from offbeat.coordinator.writer import Writer
-from offbeat.errors import DeadlineError, RunOver, RunStopped, UserError
+from offbeat.errors import DeadlineError, RunInterrupted, RunOver, RunStopped, UserError
 from offbeat.ledger.errors import Conflict, Fenced, Forbidden, Refused, Unknown
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Arrival, Batch, ComparedSegment, EvalRound, Outcome, Reconciled, Submission
@@ -289,7 +289,7 @@ class Coordinator:
         self.only_worker = ""
         """Name of the only worker of a single-process run; the run stops if this worker is set aside. "": the run may
         have several workers."""
-        self._is_over = False
+        self._is_over, self._interrupted = False, ""
         self._checkpointed_step = -1
         self._newest: int | None = None
         """Number of the version that was announced last; None before the first."""
@@ -345,7 +345,7 @@ class Coordinator:
         while True:
             changed = self._work.changed
             if self._is_over:
-                return LeaseResponse(ttl_s=ttl_s, is_over=True)
+                return LeaseResponse(ttl_s=ttl_s, is_over=True, interrupted=self._interrupted)
             if aside_s := self.fitness.aside_s(worker):
                 until_s = min(deadline_s, time.monotonic() + aside_s)
                 if not await self._work.wait(changed, until_s) and until_s == deadline_s:
@@ -498,7 +498,7 @@ class Coordinator:
             if version is not None and version.number != have_version:
                 return version
             if self._is_over:  # a busy worker makes no other call that would tell it
-                raise RunOver("the run is over")
+                raise RunInterrupted(self._interrupted) if self._interrupted else RunOver("the run is over")
             return None
 
         return await self._versions.first(check, time.monotonic() + wait_s)
@@ -648,10 +648,11 @@ class Coordinator:
         """Waits until a background task fails, and raises its error; never returns."""
         await asyncio.shield(self._background.failure)
 
-    def end(self) -> None:
-        """Ends the run: waiting and later calls for tasks, samples or new versions are told that the run is over."""
-        self._is_over = True
-        self.rewards.end()
+    def end(self, interrupted: str = "") -> None:
+        """Ends the run: waiting and later calls for tasks, samples or new versions are told that the run is over.
+        `interrupted` tells them how it ended before its last step (see `LeaseResponse`); "": it has finished."""
+        self._is_over, self._interrupted = True, interrupted
+        self.rewards.end(interrupted)
         self._notify_all()
         self._versions.notify()
 

@@ -303,7 +303,7 @@ class RewardQueue:
         self._last_seq = 0
         self._is_full = False
         """Whether the ledger may hold unscored samples for which the queue had no room."""
-        self._is_over = False
+        self._is_over, self._interrupted = False, ""
 
     def start(
         self,
@@ -325,9 +325,10 @@ class RewardQueue:
         """Wakes the queue, because a trajectory was stored in the ledger."""
         self._feed_now.set()
 
-    def end(self) -> None:
-        """Ends the run for judges: each waiting or further `lease` call tells its judge that the run is over."""
-        self._is_over = True
+    def end(self, interrupted: str = "") -> None:
+        """Ends the run for judges: each waiting or further `lease` call tells its judge that the run is over, and how
+        it was `interrupted` (see `RewardLease`)."""
+        self._is_over, self._interrupted = True, interrupted
         self._waiting.notify()
 
     # --- remote judges ---
@@ -341,7 +342,7 @@ class RewardQueue:
 
         async def check() -> RewardLease | None:
             if self._is_over:
-                return RewardLease(is_over=True)
+                return RewardLease(is_over=True, interrupted=self._interrupted)
             batch = self.pending.lease(judge, capacity, self._specs)
             if batch is not None:
                 self.busy.got_work(_track(judge))

@@ -35,11 +35,10 @@ from offbeat.launch.given import received
 from offbeat.launch.join_line import join_lines
 from offbeat.launch.joining import READY
 from offbeat.launch.preflight import checking
-from offbeat.launch.run_folder import RunFolder
+from offbeat.launch.run_folder import ADDRESS, RunFolder
 from offbeat.launch.stopping import Stopping
 from offbeat.weights.version import WeightFolder
 
-ADDRESS = "serve.json"
 PLAIN = "plain"
 """Value of `serve.certificate` for a private network, in which secrets may be sent unencrypted."""
 NUM_THREADS = 6
@@ -81,7 +80,8 @@ async def serve(folder: RunFolder) -> dict[str, Any]:
             stopped_by=None if is_finished else stopping.why,
             counts=await runtime.coordinator.call(runtime.ledger.counts),
         )
-        await _let_workers_leave(runtime, config.rollout.lease_s)
+        interrupted = "" if is_finished else f"stopped at step {summary['steps']} of {config.run.steps}"
+        await _let_workers_leave(runtime, config.rollout.lease_s, interrupted)
         await runtime.coordinator.call(runtime.ledger.note_seen, dict(runtime.coordinator.seen), is_last=True)
         return summary
 
@@ -156,6 +156,8 @@ def _announce(folder: RunFolder, server: HttpServer, near_url: str, runtime: Coo
     if not folder.config.reward.processes:
         own = _own_rewards(folder.config)
         lines += join_lines(folder.path, url, near_url, address, role="reward", more=own)
+    if folder.attempt > 1:
+        lines.append("workers that joined before need no token; those that still run come back by themselves")
     for line in lines:
         runtime.console.note(line)
 
@@ -196,9 +198,10 @@ async def _note_seen(runtime: CoordinatorRuntime) -> None:
         await asyncio.sleep(NOTE_SEEN_EVERY_S)
 
 
-async def _let_workers_leave(runtime: CoordinatorRuntime, lease_s: float) -> None:
-    """Announces the run's end. Waits up to `END_NOTICE_S` until workers and judges that called lately have left."""
-    runtime.coordinator.end()
+async def _let_workers_leave(runtime: CoordinatorRuntime, lease_s: float, interrupted: str) -> None:
+    """Announces the run's end, and how it was `interrupted` (see `LeaseResponse`). Waits up to `END_NOTICE_S` until
+    workers and judges that called lately have left."""
+    runtime.coordinator.end(interrupted)
     deadline_s = time.monotonic() + END_NOTICE_S
     while time.monotonic() < deadline_s:
         if not runtime.coordinator.present(within_s=max(lease_s, END_NOTICE_S)):

@@ -23,7 +23,7 @@ from offbeat.client.http_client import Membership, join, rejoin
 from offbeat.config import Config, load, secrets
 from offbeat.config.load import typed_keys
 from offbeat.config.local_keys import with_local_keys
-from offbeat.errors import DeadlineError, RunOver, UserError
+from offbeat.errors import DeadlineError, RunInterrupted, RunOver, UserError
 from offbeat.files import make_folder, readable_by, write_atomic
 from offbeat.launch.run_folder import CONFIG, LOCK, FolderInUse, FolderLock
 from offbeat.launch.stopping import interruptible
@@ -127,9 +127,12 @@ async def _membership(invitation: Invitation, connection: Connection) -> Members
         except DeadlineError as error:
             if not _over_file(invitation).exists():
                 raise
-            raise RunOver(
-                f"{known.worker}: run {known.run} has ended, and its coordinator answers no more; nothing is left to do"
-            ) from error
+            if not saved.has_token(invitation.token_file):
+                raise RunOver(
+                    f"{known.worker}: run {known.run} has ended, and its coordinator answers no more; nothing is left "
+                    "to do"
+                ) from error
+            connection.secret = None  # the token is for another run, which will be served here
     with interruptible():  # a person may be asked for it
         token = saved.read_token(invitation.token_file)
     secret = saved.own_secret(invitation.folder / f"{invitation.role.value}-{KEY}", token)
@@ -149,9 +152,14 @@ def make_private(path: Path) -> None:
         make_folder(path)
 
 
-def report_run_over(invitation: Invitation, member: JoinedRun, what: str) -> None:
+def report_run_over(invitation: Invitation, member: JoinedRun, what: str, why: RunOver | None = None) -> None:
     """Prints that the run is over, and records it in the member's folder, because the run may no longer be served when
-    the member starts again. `what` is the kind of member, such as "worker"."""
+    the member starts again. If `why` says that the run was only interrupted, prints what to do after its resume, for
+    which a member that starts early waits. `what` is the kind of member, such as "worker"."""
+    if isinstance(why, RunInterrupted):
+        again = f"start this {what} again after the resume (it needs no token)"
+        print(f"{what} {member.worker}: run {member.run} was {why}; {again}", flush=True)
+        return
     with suppress(OSError):
         _over_file(invitation).touch()
     print(f"{what} {member.worker}: run {member.run} is over; nothing is left to do", flush=True)

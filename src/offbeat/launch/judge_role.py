@@ -21,7 +21,7 @@ from offbeat.client.http_client import RemoteJudge
 from offbeat.client.protocol import JudgeClient, RewardLease
 from offbeat.config.explain import show
 from offbeat.config.load import typed_keys
-from offbeat.errors import UserError
+from offbeat.errors import RunInterrupted, RunOver, UserError
 from offbeat.launch.joining import Invitation, joined, report_run_over
 from offbeat.launch.stopping import Stopping
 from offbeat.ledger.errors import Fenced, Unknown
@@ -45,6 +45,8 @@ class Judge:
     def __init__(self, client: JudgeClient, processes: int, log_path: Path, own_code: Collection[str] | None):
         """`own_code` holds the rewards of the form module:function or file.py:function that may run here; None: all."""
         self.client, self.processes, self.log_path, self._own_code = client, processes, log_path, own_code
+        self.run_over: RunOver | None = None
+        """Why the run was over; None: it was not, when this judge heard of it last."""
         self._pools: dict[tuple[str, float], RewardPool] = {}
 
     async def run(self) -> None:
@@ -74,7 +76,7 @@ class Judge:
         """Sends heartbeats until the run is over."""
         while True:
             lease = await self.client.lease_rewards(0, 0.0)
-            if lease.is_over:
+            if self._is_over(lease):
                 return
             await asyncio.sleep(lease.ttl_s / 3)
 
@@ -83,12 +85,17 @@ class Judge:
         capacity = 1
         while True:
             lease = await self.client.lease_rewards(capacity, LEASE_WAIT_S)
-            if lease.is_over:
+            if self._is_over(lease):
                 return
             if lease.ticket:
                 start_s = time.monotonic()
                 await self._judge(lease)
                 capacity = next_capacity(len(lease.inputs), time.monotonic() - start_s)
+
+    def _is_over(self, lease: RewardLease) -> bool:
+        if lease.is_over:
+            self.run_over = RunInterrupted(lease.interrupted) if lease.interrupted else RunOver("the run is over")
+        return lease.is_over
 
     async def _judge(self, lease: RewardLease) -> None:
         results = await self._pool(lease).score(lease.reward, lease.inputs)
@@ -146,5 +153,5 @@ async def judge(invitation: Invitation, overrides: Sequence[str]) -> str | None:
             judging.cancel()
             await asyncio.wait({judging})
         if stopping.why is None:
-            report_run_over(invitation, member, "judge")
+            report_run_over(invitation, member, "judge", made.run_over)
         return stopping.why

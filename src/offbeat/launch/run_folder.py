@@ -105,13 +105,14 @@ def _release_in_child() -> None:
 os.register_at_fork(after_in_child=_release_in_child)
 
 
-LEDGER, CONFIG, METRICS, EVENTS, TRACE, SUMMARY, LOCK = (
+LEDGER, CONFIG, METRICS, EVENTS, TRACE, SUMMARY, ADDRESS, LOCK = (
     "ledger.sqlite",
     "config.json",
     "metrics.jsonl",
     "events.jsonl",
     "trace.json",
     "summary.json",
+    "serve.json",
     "lock",
 )
 CHECK_WITHIN_S = 60.0
@@ -344,6 +345,12 @@ def has_begun(path: Path) -> bool:
         return False
     except (OffbeatError, OSError):
         return True
+
+
+def has_finished(path: Path) -> bool:
+    """Returns whether a run's latest attempt has trained the last step and ended."""
+    latest = [event for event in read_events(path / EVENTS) if event["event"] in ("start", "reopen", "end")][-1:]
+    return any(event.get("finished") is True for event in latest)
 
 
 def discard_unbegun(path: Path) -> None:

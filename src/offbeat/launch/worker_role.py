@@ -21,7 +21,7 @@ from offbeat.client.http_client import RemoteWorker
 from offbeat.client.protocol import WorkerClient
 from offbeat.client.weight_transfer import CoordinatorReceiver, CoordinatorSources
 from offbeat.engines.protocol import Engine, EngineDied, KvMode
-from offbeat.errors import RunOver, UserError
+from offbeat.errors import OffbeatError, RunOver, UserError
 from offbeat.launch.engine_parts import Engines, HasAdapterBase, engines_of
 from offbeat.launch.joining import Invitation, JoinedRun, joined, report_run_over
 from offbeat.launch.stopping import Stopping, interruptible
@@ -36,6 +36,9 @@ from offbeat.worker.spool import Spool
 from offbeat.worker.worker import DRAIN_WITHIN_S, Worker, WorkerMetrics
 
 log = logging.getLogger(__name__)
+
+LEAVE_WITHIN_S = 5.0
+"""Seconds for which a worker that is interrupted while it loads tries to sign off."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,13 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
+async def _leave(member: JoinedRun) -> None:
+    """Tells the coordinator, if it answers, that a worker without tasks leaves."""
+    with suppress(OffbeatError, TimeoutError):
+        async with asyncio.timeout(LEAVE_WITHIN_S):
+            await member.connection.post("/v1/leave", wire.Nothing())
+
+
 async def work(
     invitation: Invitation,
     overrides: Sequence[str],
@@ -161,10 +171,14 @@ async def work(
         _say(f"worker {member.worker}: joined {member.run} at {invitation.url}; loading {engine}")
         spool = Spool(invitation.folder / "spool" / member.run)
         stack.callback(spool.close)
-        with interruptible():
-            engines = engines_of(
-                member.config, member.worker, invitation.folder, engine_log, beside_trainer=beside_trainer
-            )
+        try:
+            with interruptible():
+                engines = engines_of(
+                    member.config, member.worker, invitation.folder, engine_log, beside_trainer=beside_trainer
+                )
+        except KeyboardInterrupt:
+            await _leave(member)
+            raise
         stack.push_async_callback(engines.close)
         metrics, has_base = WorkerMetrics(), HasAdapterBase(engines, member.config)
         cache = invitation.folder / "weights"
@@ -185,11 +199,13 @@ async def work(
         stopping = Stopping()
         stack.enter_context(stopping.listening())
         progress = WorkerProgress(member.worker, metrics, _say, lambda: member.connection.outage.length_s > 0)
-        with suppress(RunOver):
-            await WorkerSupervisor(member, engines, spool, metrics, new_client, stopping, progress).run()
+        try:
+            over = await WorkerSupervisor(member, engines, spool, metrics, new_client, stopping, progress).run()
+        except RunOver as error:
+            over = error
         _say(f"worker {member.worker}: made {progress.totals()}")
         if stopping.why is None:
-            report_run_over(invitation, member, "worker")
+            report_run_over(invitation, member, "worker", over)
         return stopping.why
 
 
@@ -206,14 +222,15 @@ class WorkerSupervisor:
     progress: WorkerProgress
     num_deaths: int = 0
 
-    async def run(self) -> None:
-        """Works until the run is over, or until asked to stop; then hands all work back and returns."""
+    async def run(self) -> RunOver | None:
+        """Works until the run is over, or until asked to stop; then hands all work back. Returns why the run was over;
+        None if asked to stop."""
         client = self.new_client()
         while engine := await self._unless_stopped(self.engines.open()):
             worker = await self._begin(engine, client)
             try:
                 await self._work(worker)
-                return
+                return worker.run_over
             except EngineDied as error:
                 if not self.engines.has_next:
                     raise
@@ -225,6 +242,7 @@ class WorkerSupervisor:
         with suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_WITHIN_S):
                 await client.leave()
+        return None
 
     async def _begin(self, engine: Engine, client: WorkerClient) -> Worker:
         self.metrics.follow(engine)

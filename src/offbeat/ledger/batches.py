@@ -445,6 +445,11 @@ def why_not_from_scratch(before: TrainerRecord | None, arrival: Arrival, step: i
         return None
     if before.checkpoint_step is None and before.home == arrival.home:
         return None
+    if before.checkpoint_step is not None and before.home == arrival.home:
+        return (
+            f"the run is at step {step}, but its checkpoint of step {before.checkpoint_step} is gone from checkpoints/ "
+            "in the trainer's folder: bring it back, or start over with --from-scratch, which undoes all steps"
+        )
     last = "" if before.checkpoint_step is None else f", which has a checkpoint of step {before.checkpoint_step}"
     return (
         f"the run is at step {step}, but this trainer has no checkpoint; start it with the folder of the previous "

@@ -267,6 +267,7 @@ class Reconciled:
     """Whether a batch was already claimed for this step; the next claim then returns the same data as before."""
     abandoned_versions: tuple[int, ...] = ()
     undone_steps: tuple[int, ...] = ()
+    """Steps after `step`, counted from 0, whose batches were taken back."""
     num_reissued_groups: int = 0
     completed_step: int | None = None
     """Step that was trained before the checkpoint was written, but whose commit did not reach the ledger. It now counts

@@ -87,7 +87,7 @@ class Reporter:
         self._last_s = time.monotonic()
         self._num_failed, self._is_first = 0, True
         self._shown: set[str] = set()
-        self._has_told_left_out = False
+        self._has_told_left_out = self._has_told_first_batch = False
         self._seen_worker_s = self._last_s
         config = folder.config
         keys = Keys(config.rollout.max_new_tokens, config.batch.group_size, config.schedule.bound, config.optimizer.lr)
@@ -108,7 +108,7 @@ class Reporter:
                 self.console.alarm(f"{fields['why']}; it is left out, as are others like it: see events.jsonl")
             self._has_told_left_out = True
         elif kind == "resume":
-            self.console.note(f"resumed at step {fields['step']} as version {fields['version']}")
+            self.console.note(_resumed(**fields))
 
     def advise(self, found: Iterable[Advice]) -> None:
         if self.folder.config.rollout.engine == "paced":
@@ -140,9 +140,12 @@ class Reporter:
             self.step(row)
 
     def claimed(self, batch: Batch) -> None:
-        """Shows the mean reward of a run's first batch as soon as training on it begins, because that may take long."""
-        if not self._is_first or time.monotonic() - self._last_s < FIRST_BATCH_AFTER_S:
+        """Shows the mean reward of a run's first batch as soon as training on it begins, because that may take long.
+        A trainer claims that batch again when it is restarted, and perhaps the next batch while it trains on it."""
+        is_awaited = batch.step == 0 and self._is_first and self.folder.attempt == 1
+        if not is_awaited or self._has_told_first_batch or time.monotonic() - self._last_s < FIRST_BATCH_AFTER_S:
             return
+        self._has_told_first_batch = True
         rewards = [member.reward for group in batch.groups for member in group.members]
         self.console.note(f"first batch: {len(rewards)} answers, reward {np.mean(rewards):.3f}; training")
 
@@ -216,6 +219,19 @@ class Reporter:
         except OSError as error:  # the run itself is safe on disk by now
             self.console.alarm(f"{picture} cannot be written: {error.strerror}")
         return True
+
+
+def _resumed(step: int, version: int, abandoned: Sequence[int] = (), undone_steps: Sequence[int] = (), **_: Any) -> str:
+    """Describes a resume in words, from the fields of its event (see docs/run-folder.md)."""
+    text = f"resumed at step {step} as version {version}"
+    if not abandoned:
+        return text
+    # A step has several versions if it was resumed at, and the last batch may have been claimed but not trained.
+    last = min(step + len(abandoned), max(undone_steps, default=step + 1))
+    if last == step + 1:
+        return f"{text}; step {last} came after the last checkpoint and is trained again"
+    joint = "and" if last == step + 2 else "to"
+    return f"{text}; steps {step + 1} {joint} {last} came after the last checkpoint and are trained again"
 
 
 def step_row(report: StepReport, spans: Mapping[str, float], num_siblings: int) -> dict[str, Any]:

@@ -167,7 +167,7 @@ class Trainer:
                 step=self.step,
                 version=self.version.number,
                 abandoned=list(reconciled.abandoned_versions),
-                undone_steps=list(reconciled.undone_steps),
+                undone_steps=[step + 1 for step in reconciled.undone_steps],  # as in the metrics, which count from 1
                 reissued_groups=reconciled.num_reissued_groups,
             )
         return self.step

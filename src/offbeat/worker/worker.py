@@ -40,7 +40,7 @@ from offbeat.engines.protocol import (
     KvMode,
     Request,
 )
-from offbeat.errors import OffbeatError, RunOver
+from offbeat.errors import OffbeatError, RunInterrupted, RunOver
 from offbeat.rules.step_time import Timing
 from offbeat.testing.crash_points import crash_here
 from offbeat.trajectory import End, SegmentError, Task, Trajectory
@@ -109,6 +109,8 @@ class Worker:
         self._draining, self._over = asyncio.Event(), asyncio.Event()
         self._drain_within_s = DRAIN_WITHIN_S
         self._over.set()
+        self.run_over: RunOver | None = None
+        """Why the run was over; None: it was not, when this worker heard of it last."""
         self.num_answers = self.num_tokens = 0
         """Answers that were finished here, and tokens that were sampled here."""
         self.why_idle = ""
@@ -152,7 +154,8 @@ class Worker:
         """Runs `loop`; when the run is over, drains the worker, so that finished trajectories are still sent."""
         try:
             await loop
-        except RunOver:
+        except RunOver as error:
+            self.run_over = error
             self._draining.set()
 
     async def drain(self, within_s: float = DRAIN_WITHIN_S) -> None:
@@ -201,7 +204,7 @@ class Worker:
                     crash_here("task-leased")
                 await self._begin(lease, group)
             if lease.is_over:
-                raise RunOver(f"worker {self.name}: the run is over")
+                raise RunInterrupted(lease.interrupted) if lease.interrupted else RunOver("the run is over")
 
     def _num_free(self) -> int:
         """Returns how many tasks can begin now: one per free slot, but 0 if more trajectories than slots are unsent."""

@@ -9,8 +9,9 @@ from http_run import LiveRun
 from offbeat.cli.main import main
 from offbeat.client.credentials import Credentials, save
 from offbeat.config import resolved
+from offbeat.launch import worker_role
 from offbeat.launch.joining import CREDENTIALS, OVER, Invitation, joined, report_run_over
-from offbeat.ledger.workers import Role
+from offbeat.ledger.workers import Role, WorkerState
 
 NOWHERE = "http://127.0.0.1:9"
 
@@ -31,6 +32,29 @@ def test_one_that_comes_back_when_its_run_is_over_and_nobody_serves_it_ends_in_p
         "w: run a has ended, and its coordinator answers no more; nothing is left to do\n",
         "",
     )
+
+
+def test_one_that_comes_back_with_a_token_looks_for_the_run_that_the_token_is_for(tmp_path, capsys, monkeypatch):
+    save(tmp_path / f"rollout-{CREDENTIALS}", Credentials(NOWHERE, "w", "secret", Role.ROLLOUT, "a"))
+    (tmp_path / f"rollout-{OVER}").touch()
+    monkeypatch.setenv("OFFBEAT_TOKEN", "of-a-new-run")
+    assert come_back(tmp_path, "rollout") == 1
+    assert "POST /v1/join: not answered" in capsys.readouterr().err
+
+
+def test_a_worker_that_is_interrupted_while_it_loads_has_left(tmp_path, monkeypatch):
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker_role, "engines_of", interrupt)
+    with LiveRun(tmp_path / "run") as run:
+        served = run.server.state.served
+        served.config.clear()
+        served.config.update(resolved(run.config))
+        monkeypatch.setenv("OFFBEAT_TOKEN", run.token())
+        words = ["--join", run.server.url, "--dir", str(tmp_path / "w"), "--name", "w"]
+        assert main(["worker", *words]) == 130
+        assert [(worker.name, worker.state) for worker in run.ledger.list_workers()] == [("w", WorkerState.LEFT)]
 
 
 def test_a_run_that_goes_on_is_not_over_any_more(tmp_path, capsys):
@@ -55,7 +79,19 @@ def test_a_run_that_goes_on_is_not_over_any_more(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("role", ["rollout", "reward"])
-def test_the_end_of_a_run_ends_those_that_joined_it_with_one_line_and_status_0(tmp_path, capsys, monkeypatch, role):
+@pytest.mark.parametrize(
+    ("interrupted", "told"),
+    [
+        ("", "run live is over; nothing is left to do"),
+        (
+            "stopped at step 3 of 12",
+            "run live was stopped at step 3 of 12; start this {what} again after the resume (it needs no token)",
+        ),
+    ],
+)
+def test_the_end_of_a_run_ends_those_that_joined_it_with_one_line_and_status_0(
+    tmp_path, capsys, monkeypatch, role, interrupted, told
+):
     paced = {"rollout": {"engine": "paced", "slots": 4, "lease_s": 60.0}}
     with LiveRun(tmp_path / "run", **paced) as run:
         served = run.server.state.served
@@ -66,7 +102,7 @@ def test_the_end_of_a_run_ends_those_that_joined_it_with_one_line_and_status_0(t
         async def end_when_joined():
             while not run.coordinator.present(60.0):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-            run.coordinator.end()
+            run.coordinator.end(interrupted)
 
         ending = threading.Thread(target=run.ask, args=(end_when_joined(),))
         ending.start()
@@ -75,5 +111,7 @@ def test_the_end_of_a_run_ends_those_that_joined_it_with_one_line_and_status_0(t
         ending.join()
     out, err = capsys.readouterr()
     what = "worker" if role == "rollout" else "judge"
-    assert out.splitlines()[-1] == f"{what} w: run live is over; nothing is left to do"
+    assert out.splitlines()[-1] == f"{what} w: {told.format(what=what)}"
     assert err == ""
+    has_finished = (tmp_path / "w" / f"{role}-{OVER}").exists()
+    assert has_finished == (not interrupted), "one that starts again waits for the resume of a run that was stopped"

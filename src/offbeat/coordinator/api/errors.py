@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import msgspec
 from starlette.responses import Response
 
-from offbeat.errors import DeadlineError, OffbeatError, RunOver, RunStopped, UserError
+from offbeat.errors import DeadlineError, OffbeatError, RunInterrupted, RunOver, RunStopped, UserError
 from offbeat.ledger.errors import Conflict, Fenced, Forbidden, LedgerError, Refused, Unknown
 from offbeat.trajectory import SegmentError
 
@@ -26,6 +26,7 @@ STATUS: dict[type[OffbeatError], int] = {
     UserError: 422,
     Conflict: 409,
     Fenced: 410,
+    RunInterrupted: 410,
     RunOver: 410,
     RunStopped: 410,
     DeadlineError: 504,
