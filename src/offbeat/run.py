@@ -9,9 +9,11 @@ import contextvars
 import html
 import io
 import json
+import math
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
@@ -30,7 +32,11 @@ from offbeat.observability.sinks import GivenSink
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from offbeat.observability.console import Console
+
 Reward = Callable[..., Any] | str | Sequence[Callable[..., Any] | str] | Mapping[str, Any]
+REDRAW_EVERY_S = 1.0
+"""Seconds between two looks at a console that is shown while a cell waits; the console changes about as often."""
 ROWS = "tasks"
 """Name of the folder, inside the run's folder, for rows of tasks that were given from Python."""
 
@@ -88,6 +94,7 @@ class Run:
                 ],
                 training.button,
                 self._begun,
+                training.show,
                 from_python=True,
             )
             training.start(lambda: _launch(prepared.config, given, home), wait=wait)
@@ -209,12 +216,15 @@ class Run:
                 refuse_in_use(self.path)  # another program's run: it must be stopped there
             return self
         self._training.button.press("stop()")
-        return self if self._training.is_own_thread() else self.wait()
+        if not self._training.is_own_thread():
+            self._training.wait(None)
+        return self
 
     def wait(self, timeout: float | None = None) -> Self:
-        """Waits until training ends, `timeout` seconds at most, and returns the run. Raises the error that ended
-        training, or `TimeoutError`. Ctrl-C stops the run with a checkpoint; a second Ctrl-C ends only the waiting."""
-        if self._training is not None and not self._training.wait(timeout):
+        """Waits until training ends, `timeout` seconds at most, and returns the run. In a notebook, the cell shows the
+        newest steps and the reward curve meanwhile. Raises the error that ended training, or `TimeoutError`. Ctrl-C
+        stops the run with a checkpoint; a second Ctrl-C ends only the waiting."""
+        if self._training is not None and not self._training.wait(timeout, shows=True):
             raise DeadlineError(f"{self.path}: is still training after {timeout:g} s")
         return self
 
@@ -258,6 +268,7 @@ class _Training:
         self._thread = threading.current_thread()
         self._is_alone = False
         """Whether training has a thread of its own. Its error is then printed, because nobody may be waiting for it."""
+        self._console: Console | None = None
 
     def start(self, work: Callable[[], object], *, wait: bool) -> None:
         """Calls `work`. With `wait`, returns when `work` ends. Otherwise, `work` runs in a new thread, and `start`
@@ -292,22 +303,52 @@ class _Training:
     def is_own_thread(self) -> bool:
         return threading.current_thread() is self._thread
 
-    def wait(self, timeout: float | None) -> bool:
+    def show(self, console: Console) -> None:
+        """Lets `wait` show what `console`, the run's own, shows."""
+        self._console = console
+
+    def wait(self, timeout: float | None, *, shows: bool = False) -> bool:
         """Waits for the end of training and raises its error, if there was one. Returns False if the end does not come
         within `timeout` seconds (None: no limit). A first Ctrl-C only asks training to stop; a second Ctrl-C raises
-        `KeyboardInterrupt`."""
+        `KeyboardInterrupt`. `shows`: whether a notebook's cell shows the run's console meanwhile."""
+        end_s = math.inf if timeout is None else time.monotonic() + timeout
+        redraw = self._drawn_here() if shows else None
         is_asked = False
         while not self.ended.done():
             try:
-                if not futures.wait([self.ended], timeout).done:
+                left_s = end_s - time.monotonic()
+                if left_s <= 0:
                     return False
+                pause_s = left_s if redraw is None else min(left_s, REDRAW_EVERY_S)
+                futures.wait([self.ended], None if pause_s == math.inf else pause_s)
+                if redraw is not None:
+                    redraw()
             except KeyboardInterrupt:
                 if is_asked:
                     raise
                 is_asked = True
                 self.button.press("SIGINT")
+        if redraw is not None:
+            redraw()
         self.ended.result()
         return True
+
+    def _drawn_here(self) -> Callable[[], None] | None:
+        """Returns a function that draws the run's console, as it is now, in the current cell; None outside a notebook,
+        and if the cell that started the run has waited for it and shown the console."""
+        from offbeat.observability.console import in_notebook
+
+        if not self._is_alone or not in_notebook():
+            return None
+        from offbeat.observability.notebook import NotebookConsole, Output
+
+        output = Output()
+
+        def redraw() -> None:
+            if isinstance(self._console, NotebookConsole) and self._console.data is not None:
+                output.show(self._console.data)
+
+        return redraw
 
 
 def _launch(config: Config, given: Given, resume: Path | None) -> None:
