@@ -185,7 +185,7 @@ def test_a_dry_run_tells_all_that_is_missing_and_adds_up_if_the_rows_and_rewards
         assert ("32 groups × 8 = 256 samples" in told.out, reward) == (True, [])
     else:
         assert told.out == ""
-        assert reward[0].startswith(f"offbeat: reward r{len(judge)}.py:f: its trial failed: value: ")
+        assert reward[0].startswith(f"offbeat: reward r{len(judge)}.py:f: its trial failed: the reward returned ")
 
 
 def test_a_run_looks_for_its_gpu_before_it_reads_rows_where_no_driver_is_loaded(capsys, monkeypatch):

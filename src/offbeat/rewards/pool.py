@@ -60,6 +60,19 @@ class RewardResult:
     rewards: tuple[Reward, ...] = ()
 
 
+WRONG_VALUE = "value: "
+
+
+def is_wrong_value(error: str) -> bool:
+    """Whether an error of a reward is only that its value is no reward, so that the log has nothing to add."""
+    return error.startswith(WRONG_VALUE)
+
+
+def without_kind(error: str) -> str:
+    """Returns an error of a reward as a sentence: without `value`, which is for the counts of a run's failures."""
+    return error.removeprefix(WRONG_VALUE)
+
+
 NOT_APPLICABLE = RewardResult(error="value: the reward returned None: no reward applies to this answer")
 WHOLE = "reward"
 """Name of the only part of a reward if the function returns one number."""
@@ -138,7 +151,8 @@ class RewardPool:
         for name in self._names:
             (result,) = await self.score(name, [(trials or {}).get(name, TRIAL)])
             if result.error is not None:
-                raise UserError(f"reward {name}: its trial failed: {result.error}; see {self.log_path}")
+                log = "" if is_wrong_value(result.error) else f"; see {self.log_path}"
+                raise UserError(f"reward {name}: its trial failed: {without_kind(result.error)}{log}")
             results[name] = result
         return results
 
