@@ -14,17 +14,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from offbeat.config import Config, load
+from offbeat.config.schema import RunConfig
 from offbeat.errors import DeadlineError, UserError
 from offbeat.extras import import_extra
 from offbeat.launch import arguments
 from offbeat.launch.given import Given
-from offbeat.launch.run_folder import CONFIG, LOCK, METRICS, SUMMARY, refuse_in_use, stored_config
+from offbeat.launch.run_folder import CONFIG, LOCK, METRICS, SUMMARY, named_run, refuse_in_use, stored_config
 from offbeat.launch.stopping import StopButton
 from offbeat.observability.metric_files import read_metrics
 from offbeat.observability.sinks import GivenSink
@@ -67,15 +68,15 @@ class Run:
         *,
         task: Any = None,
         reward: Reward | None = None,
-        callbacks: Sequence[Callable[[dict[str, Any]], Any]] = (),
-        loggers: Sequence[Any] = (),
+        callbacks: Sequence[Callable[[dict[str, Any]], Any]] | Callable[[dict[str, Any]], Any] = (),
+        loggers: Any = (),
         resume: str | Path | Run | None = None,
         wait: bool = True,
         **overrides: Any,
     ) -> None:
         self._given = {"reward": reward, "callbacks": callbacks, "loggers": loggers}
         self._training = training = _Training()
-        home = resume.path if isinstance(resume, Run) else None if resume is None else Path(resume)
+        home = _run_to_resume(resume)
         with tempfile.TemporaryDirectory(prefix="offbeat-") as scratch:
             rows = Path(scratch).resolve() / ROWS
             rows.mkdir()
@@ -89,8 +90,8 @@ class Run:
                 prepared.functions,
                 rows if any(rows.iterdir()) else None,
                 [
-                    *(GivenSink(callback, press, is_logger=False) for callback in callbacks),
-                    *(GivenSink(logger, press, is_logger=True) for logger in loggers),
+                    *(GivenSink(callback, press, is_logger=False) for callback in _several(callbacks)),
+                    *(GivenSink(logger, press, is_logger=True) for logger in _several(loggers)),
                 ],
                 training.button,
                 self._begun,
@@ -249,6 +250,22 @@ class Run:
         if not summary:
             return f"not finished, {step}"
         return f"finished, {step}" if summary["finished"] else f"stopped by {summary['stopped_by']}, {step}"
+
+
+def _run_to_resume(resume: str | Path | Run | None) -> Path | None:
+    """Returns the folder of the run to resume, which may be given by its name in the default `run.dir`. Raises
+    `UserError` if there is no such run."""
+    if resume is None or isinstance(resume, Run):
+        return None if resume is None else resume.path
+    folder = named_run(str(resume), Path(RunConfig().dir))
+    stored_config(folder)
+    return folder
+
+
+def _several(given: Any) -> list[Any]:
+    """Returns callbacks or loggers as a list, also a single one that was given without a list."""
+    is_one = callable(given) or hasattr(given, "log") or isinstance(given, str | Mapping)
+    return [given] if is_one or not isinstance(given, Iterable) else list(given)
 
 
 def _png(figure: Figure) -> bytes:
