@@ -102,6 +102,8 @@ def test_a_wrong_file_is_refused(refused, text, told):
         (["frobnicate"], "frobnicate: unknown command; see offbeat --help"),
         (["train", "nowhere.toml"], "nowhere.toml: no such file"),
         (["train", "--group-size", "16"], "--group-size: unknown option; did you mean --batch.group_size?"),
+        (["eval", "--temperature", "0"], "--temperature: unknown option; did you mean --eval.temperature?"),
+        (["train", "--temperature", "0"], "--temperature: unknown option; TRL's temperature is --rollout.temperature"),
         (["train", "--resum"], "--resum: unknown option; did you mean --resume?"),
         (["train", "a.toml", "b.toml"], "b.toml: offbeat train takes no further argument"),
         (["train", "--name", "a/b"], '--run.name = "a/b": allowed letters'),
