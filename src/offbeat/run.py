@@ -151,6 +151,7 @@ class Run:
         worker: str | None = None,
         min_reward: float | None = None,
         max_reward: float | None = None,
+        failed: bool | None = None,
         limit: int | None = None,
         newest_first: bool = True,
     ) -> list[dict[str, Any]]:
@@ -166,6 +167,7 @@ class Run:
             worker=worker,
             min_reward=min_reward,
             max_reward=max_reward,
+            failed=failed,
             limit=limit,
             newest_first=newest_first,
         )
