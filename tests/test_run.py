@@ -229,10 +229,12 @@ def test_a_name_in_use_and_a_run_that_is_not_there_are_told_in_words_of_python(t
     monkeypatch.chdir(tmp_path)
     RunFolder.create(from_dict({"run": {"name": "sums"}})).close()
     (tmp_path / "runs" / "sums" / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(UserError, match='^runs/sums: this run exists; .* resume="runs/sums", or choose another name=$'):
+    with pytest.raises(
+        UserError, match=r'^runs/sums: this run exists; .* resume="runs/sums", or choose another name=$'
+    ):
         offbeat.train(name="sums")
     for name in ("sum", "runs/sum"):
-        with pytest.raises(UserError, match="^runs/sum: there is no such run; runs has sums$"):
+        with pytest.raises(UserError, match=r"^runs/sum: there is no such run; runs has sums$"):
             offbeat.train(resume=name)
 
 

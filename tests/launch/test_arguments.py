@@ -71,7 +71,13 @@ def test_rows_may_have_a_column_source_and_several_tasks_are_told_from_rows(rows
 
 @pytest.mark.parametrize(
     "task, source",
-    [("train.jsonl", "file"), ("arr.json", "file"), (Path("train.parquet"), "file"), ("open/set", "dataset"), ("tasks.py:make", "function")],
+    [
+        ("train.jsonl", "file"),
+        ("arr.json", "file"),
+        (Path("train.parquet"), "file"),
+        ("open/set", "dataset"),
+        ("tasks.py:make", "function"),
+    ],
 )
 def test_a_text_names_a_file_a_dataset_or_a_function(rows, task, source):
     (section,) = made(rows, task=task).config.task
