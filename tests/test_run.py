@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -35,6 +36,10 @@ def train(folder: Path, name: str, **given: Any) -> offbeat.Run:
 def right(completions, answer, **columns):
     """A reward written for TRL; the answers are numbers, as in the rows."""
     return [float(text.split()[-1:] == [str(sum_)]) for text, sum_ in zip(completions, answer, strict=True)]
+
+
+def says(response):
+    return "good"
 
 
 async def brief(response):
@@ -214,6 +219,13 @@ def test_a_callback_that_raises_gets_no_more_rows_and_the_run_goes_on(tmp_path, 
 def test_a_wrong_argument_is_refused_at_once_and_leaves_nothing(given, told, wait, tmp_path):
     with pytest.raises(UserError, match=told):
         train(tmp_path, "a", wait=wait, **given)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_trial_of_a_reward_that_returns_a_wrong_value_leaves_no_log_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(UserError, match=r"^reward says: its trial failed: the reward returned 'good', a str; [^;]*$"):
+        train(tmp_path, "a", reward=says)
     assert list(tmp_path.iterdir()) == []
 
 
