@@ -123,6 +123,7 @@ def test_a_reward_by_name_stands_in_the_configuration(rows):
         ({"eval": 5}, 'write eval={"every": 5}$'),
         ({"batch": 16}, 'write batch={"groups_per_step": [0-9]+}$'),
         ({"loss": 3}, 'write loss={"name": "grpo"}$'),
+        ({"ledger": "x"}, 'write ledger={"[a-z_]+": .*}$'),
         ({"step": 3}, r"did you mean steps\?$"),
         ({"stpes": 3}, r"did you mean steps\?$"),
         ({"optimiser": {"lr": 1.0}}, r"did you mean optimizer\?$"),

@@ -140,8 +140,8 @@ def _show_list(
     table: list[Sequence[str]] = [(*HEAD, FAILURE) if which.failed else HEAD]
     for row, (_, problem), text in zip(rows, problems, texts, strict=True):
         response = "(pruned)" if text is None else _one_line(text)
-        given = (_one_line(_asked(problem)), _one_line(as_text(problem["answer"])))
-        table.append([*_figures(row), *given, response, *([_one_line(row.error)] if which.failed else [])])
+        asked = (_one_line(_asked(problem)), _one_line(as_text(problem["answer"])))
+        table.append([*_figures(row), *asked, response, *([_one_line(row.error)] if which.failed else [])])
     print("\n".join(_table(table, NUM_TEXTS + bool(which.failed))))
     print(f"offbeat show {folder} ID shows one answer in full, with its history")
 

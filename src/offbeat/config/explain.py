@@ -226,14 +226,15 @@ class _Mistake:
 
 def _as_section(name: str, known: FieldInfo, value: Any) -> str:
     """Returns how Python gives the section `name` with `value` for its first key, if that key takes such values; else
-    an example with a key of the section and its default."""
+    an example with a key of the section and, if it has one, its default."""
     assert isinstance(known.annotation, type)
     fields: Mapping[str, FieldInfo] = known.annotation.model_fields
     key = FIRST_KEYS.get(name, "")
     if not (key and accepts(fields[key], type(value))):
-        key, example = next((key, one) for key, one in fields.items() if one.default not in (None, PydanticUndefined))
-        value = example.default
-    return f"{name}={{{show(key)}: {show(value) if isinstance(value, str) else repr(value)}}}"
+        examples = {key: one.default for key, one in fields.items() if one.default not in (None, PydanticUndefined)}
+        key, value = next(iter(examples.items()), (next(iter(fields)), ...))
+    shown = "..." if value is ... else show(value) if isinstance(value, str) else repr(value)
+    return f"{name}={{{show(key)}: {shown}}}"
 
 
 def show(value: Any) -> str:

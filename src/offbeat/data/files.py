@@ -61,7 +61,7 @@ READERS_OF_PANDAS = {
 
 
 def open_file(path: str) -> Rows:
-    """Opens a .jsonl, .ndjson or .parquet file of a user's."""
+    """Opens a user's .jsonl, .ndjson or .parquet file."""
     readers: dict[str, Callable[[Path], Rows]] = {".jsonl": JsonLines, ".ndjson": JsonLines, ".parquet": ParquetRows}
     file = Path(path)
     if file.suffix not in readers:
