@@ -180,9 +180,8 @@ def test_rewards_that_fail_now_and_then_are_left_out_counted_and_never_zero(offb
     assert re.fullmatch(
         r"warning: step 1: \d samples failed and are not trained on, and .*; see runs/a/logs", failed
     ), errors
-    assert all("that were scored earned 1 and 5 failed, so there is nothing to learn" in text for text in advice), (
-        errors
-    )
+    earned = re.compile(r"that were scored earned 1 and \d+ failed, so there is nothing to learn")
+    assert all(earned.search(text) for text in advice), errors
     run = offbeat.folder / "runs" / "a"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["finished"]

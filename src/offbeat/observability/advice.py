@@ -238,7 +238,7 @@ class Adviser:
         if failed > MANY_FAILED * (failed + self._num_answers):
             text = (
                 f"{scored}, so there is nothing to learn: offbeat show {self.run} --failed has the reasons; answers "
-                "that fail are not trained on, so let task.reward give a wrong answer a number, such as 0, not None"
+                "that fail are not trained on, so if task.reward gives None for a wrong answer, let it give a number"
             )
         elif self._best == 0:
             text = (
