@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 
 import offbeat
+from offbeat.config import from_dict
 from offbeat.errors import OffbeatError, UserError
+from offbeat.launch.run_folder import RunFolder
 from offbeat.observability.metric_files import read_events
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": a + b, "level": a % 2} for a in range(1, 13) for b in range(1, 13)]
@@ -33,6 +36,10 @@ def train(folder: Path, name: str, **given: Any) -> offbeat.Run:
 def right(completions, answer, **columns):
     """A reward written for TRL; the answers are numbers, as in the rows."""
     return [float(text.split()[-1:] == [str(sum_)]) for text, sum_ in zip(completions, answer, strict=True)]
+
+
+def says(response):
+    return "good"
 
 
 async def brief(response):
@@ -185,7 +192,7 @@ def test_a_callback_that_raises_gets_no_more_rows_and_the_run_goes_on(tmp_path, 
         num_calls.append(1)
         raise LookupError("no such chart")
 
-    run = train(tmp_path, "a", callbacks=[broken], loggers=[logger], eval={"every": 0})
+    run = train(tmp_path, "a", callbacks=broken, loggers=logger, eval={"every": 0})  # each may be a single one
     assert (run.summary["finished"], len(num_calls)) == (True, 1)
     assert [row["step"] for row in logger.rows] == [1, 2]
     assert logger.is_closed
@@ -202,6 +209,10 @@ def test_a_callback_that_raises_gets_no_more_rows_and_the_run_goes_on(tmp_path, 
         ({"callbacks": [brief]}, "^callback brief: is async"),
         ({"task": [{"question": "a"}]}, "^task: row 1 has no column 'prompt'"),
         ({"reward": 3}, "^reward: 3 is an int"),
+        ({"callbacks": 3}, "^callbacks: 3 is an int; give a function of a row"),
+        ({"callbacks": "note"}, "^callbacks: 'note' is a str; give a function of a row"),
+        ({"reward": {"brief": (brief, "x")}}, "^reward: 'brief': the weight 'x' is a str; give .* a number"),
+        ({"step": 3}, r"^step = 3: unknown key; did you mean steps\?$"),
     ],
 )
 @pytest.mark.parametrize("wait", [True, False])
@@ -209,6 +220,34 @@ def test_a_wrong_argument_is_refused_at_once_and_leaves_nothing(given, told, wai
     with pytest.raises(UserError, match=told):
         train(tmp_path, "a", wait=wait, **given)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_trial_of_a_reward_that_returns_a_wrong_value_leaves_no_log_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(UserError, match=r"^reward says: its trial failed: the reward returned 'good', a str; [^;]*$"):
+        train(tmp_path, "a", reward=says)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_row_whose_prompt_is_too_long_is_named_by_its_place_in_the_argument(tmp_path):
+    rows = [{"prompt": "1+1=", "answer": 2}, {"prompt": "1+" * 99, "answer": 2}]
+    with pytest.raises(UserError, match=r"^row 2 of task=: its prompt has 198 tokens"):
+        train(tmp_path, "a", task=rows, reward="exact")
+    with pytest.raises(UserError, match=r"^row 2 of task=\[\.\.\.\] \(rows-2\): its prompt has 198 tokens"):
+        train(tmp_path, "a", task=[{"rows": rows[:1]}, {"rows": rows}], reward="exact")
+
+
+def test_a_name_in_use_and_a_run_that_is_not_there_are_told_in_words_of_python(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    RunFolder.create(from_dict({"run": {"name": "sums"}})).close()
+    (tmp_path / "runs" / "sums" / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(
+        UserError, match=r'^runs/sums: this run exists; .* resume="runs/sums", or choose another name=$'
+    ):
+        offbeat.train(name="sums")
+    for name in ("sum", "runs/sum"):
+        with pytest.raises(UserError, match=r"^runs/sum: there is no such run; runs has sums$"):
+            offbeat.train(resume=name)
 
 
 def test_an_error_in_the_background_is_told_and_raised_by_wait(tmp_path, capsys):

@@ -60,8 +60,8 @@ def train(
     *,
     task: _Any = None,
     reward: _Any = None,
-    callbacks: _Sequence[_Callable[[dict[str, _Any]], _Any]] = (),
-    loggers: _Sequence[_Any] = (),
+    callbacks: _Sequence[_Callable[[dict[str, _Any]], _Any]] | _Callable[[dict[str, _Any]], _Any] = (),
+    loggers: _Any = (),
     resume: str | _Path | None = None,
     wait: bool = True,
     **overrides: _Any,
@@ -82,10 +82,10 @@ def train(
     or a dict from names to functions or to pairs (function, weight).
 
     `callbacks` are called with each row of metrics; a callback that returns `offbeat.STOP` ends the run. `loggers` are
-    objects with a method `log(row)` and perhaps `close()`. Both are called in this process, in the thread of the run. A
-    callback or logger that raises an error gets no more rows.
+    objects with a method `log(row)` and perhaps `close()`. A single one needs no list. Both are called in this process,
+    in the thread of the run. A callback or logger that raises an error gets no more rows.
 
-    `resume` is the folder of a run to continue. `overrides` set configuration keys: as sections,
+    `resume` is the folder of a run to continue, or its name in `runs`. `overrides` set configuration keys: as sections,
     `batch={"group_size": 16}`; as dotted keys, `**{"batch.group_size": 16}`; or in the short forms `model="path"`,
     `steps=100`, `name="first"` and `lr=1e-6`.
 

@@ -9,20 +9,23 @@ import contextvars
 import html
 import io
 import json
+import math
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from offbeat.config import Config, load
+from offbeat.config.schema import RunConfig
 from offbeat.errors import DeadlineError, UserError
 from offbeat.extras import import_extra
 from offbeat.launch import arguments
 from offbeat.launch.given import Given
-from offbeat.launch.run_folder import CONFIG, LOCK, METRICS, SUMMARY, refuse_in_use, stored_config
+from offbeat.launch.run_folder import CONFIG, LOCK, METRICS, SUMMARY, named_run, refuse_in_use, stored_config
 from offbeat.launch.stopping import StopButton
 from offbeat.observability.metric_files import read_metrics
 from offbeat.observability.sinks import GivenSink
@@ -30,7 +33,11 @@ from offbeat.observability.sinks import GivenSink
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from offbeat.observability.console import Console
+
 Reward = Callable[..., Any] | str | Sequence[Callable[..., Any] | str] | Mapping[str, Any]
+REDRAW_EVERY_S = 1.0
+"""Seconds between two looks at a console that is shown while a cell waits; the console changes about as often."""
 ROWS = "tasks"
 """Name of the folder, inside the run's folder, for rows of tasks that were given from Python."""
 
@@ -61,15 +68,15 @@ class Run:
         *,
         task: Any = None,
         reward: Reward | None = None,
-        callbacks: Sequence[Callable[[dict[str, Any]], Any]] = (),
-        loggers: Sequence[Any] = (),
+        callbacks: Sequence[Callable[[dict[str, Any]], Any]] | Callable[[dict[str, Any]], Any] = (),
+        loggers: Any = (),
         resume: str | Path | Run | None = None,
         wait: bool = True,
         **overrides: Any,
     ) -> None:
         self._given = {"reward": reward, "callbacks": callbacks, "loggers": loggers}
         self._training = training = _Training()
-        home = resume.path if isinstance(resume, Run) else None if resume is None else Path(resume)
+        home = _run_to_resume(resume)
         with tempfile.TemporaryDirectory(prefix="offbeat-") as scratch:
             rows = Path(scratch).resolve() / ROWS
             rows.mkdir()
@@ -83,11 +90,12 @@ class Run:
                 prepared.functions,
                 rows if any(rows.iterdir()) else None,
                 [
-                    *(GivenSink(callback, press, is_logger=False) for callback in callbacks),
-                    *(GivenSink(logger, press, is_logger=True) for logger in loggers),
+                    *(GivenSink(callback, press, is_logger=False) for callback in _several(callbacks)),
+                    *(GivenSink(logger, press, is_logger=True) for logger in _several(loggers)),
                 ],
                 training.button,
                 self._begun,
+                training.show,
                 from_python=True,
             )
             training.start(lambda: _launch(prepared.config, given, home), wait=wait)
@@ -143,6 +151,7 @@ class Run:
         worker: str | None = None,
         min_reward: float | None = None,
         max_reward: float | None = None,
+        failed: bool | None = None,
         limit: int | None = None,
         newest_first: bool = True,
     ) -> list[dict[str, Any]]:
@@ -158,6 +167,7 @@ class Run:
             worker=worker,
             min_reward=min_reward,
             max_reward=max_reward,
+            failed=failed,
             limit=limit,
             newest_first=newest_first,
         )
@@ -209,12 +219,15 @@ class Run:
                 refuse_in_use(self.path)  # another program's run: it must be stopped there
             return self
         self._training.button.press("stop()")
-        return self if self._training.is_own_thread() else self.wait()
+        if not self._training.is_own_thread():
+            self._training.wait(None)
+        return self
 
     def wait(self, timeout: float | None = None) -> Self:
-        """Waits until training ends, `timeout` seconds at most, and returns the run. Raises the error that ended
-        training, or `TimeoutError`. Ctrl-C stops the run with a checkpoint; a second Ctrl-C ends only the waiting."""
-        if self._training is not None and not self._training.wait(timeout):
+        """Waits until training ends, `timeout` seconds at most, and returns the run. In a notebook, the cell shows the
+        newest steps and the reward curve meanwhile. Raises the error that ended training, or `TimeoutError`. Ctrl-C
+        stops the run with a checkpoint; a second Ctrl-C ends only the waiting."""
+        if self._training is not None and not self._training.wait(timeout, shows=True):
             raise DeadlineError(f"{self.path}: is still training after {timeout:g} s")
         return self
 
@@ -241,6 +254,22 @@ class Run:
         return f"finished, {step}" if summary["finished"] else f"stopped by {summary['stopped_by']}, {step}"
 
 
+def _run_to_resume(resume: str | Path | Run | None) -> Path | None:
+    """Returns the folder of the run to resume, which may be given by its name in the default `run.dir`. Raises
+    `UserError` if there is no such run."""
+    if resume is None or isinstance(resume, Run):
+        return None if resume is None else resume.path
+    folder = named_run(str(resume), Path(RunConfig().dir))
+    stored_config(folder)
+    return folder
+
+
+def _several(given: Any) -> list[Any]:
+    """Returns callbacks or loggers as a list, also a single one that was given without a list."""
+    is_one = callable(given) or hasattr(given, "log") or isinstance(given, str | Mapping)
+    return [given] if is_one or not isinstance(given, Iterable) else list(given)
+
+
 def _png(figure: Figure) -> bytes:
     picture = io.BytesIO()
     figure.savefig(picture)
@@ -258,6 +287,7 @@ class _Training:
         self._thread = threading.current_thread()
         self._is_alone = False
         """Whether training has a thread of its own. Its error is then printed, because nobody may be waiting for it."""
+        self._console: Console | None = None
 
     def start(self, work: Callable[[], object], *, wait: bool) -> None:
         """Calls `work`. With `wait`, returns when `work` ends. Otherwise, `work` runs in a new thread, and `start`
@@ -292,22 +322,52 @@ class _Training:
     def is_own_thread(self) -> bool:
         return threading.current_thread() is self._thread
 
-    def wait(self, timeout: float | None) -> bool:
+    def show(self, console: Console) -> None:
+        """Lets `wait` show what `console`, the run's own, shows."""
+        self._console = console
+
+    def wait(self, timeout: float | None, *, shows: bool = False) -> bool:
         """Waits for the end of training and raises its error, if there was one. Returns False if the end does not come
         within `timeout` seconds (None: no limit). A first Ctrl-C only asks training to stop; a second Ctrl-C raises
-        `KeyboardInterrupt`."""
+        `KeyboardInterrupt`. `shows`: whether a notebook's cell shows the run's console meanwhile."""
+        end_s = math.inf if timeout is None else time.monotonic() + timeout
+        redraw = self._drawn_here() if shows else None
         is_asked = False
         while not self.ended.done():
             try:
-                if not futures.wait([self.ended], timeout).done:
+                left_s = end_s - time.monotonic()
+                if left_s <= 0:
                     return False
+                pause_s = left_s if redraw is None else min(left_s, REDRAW_EVERY_S)
+                futures.wait([self.ended], None if pause_s == math.inf else pause_s)
+                if redraw is not None:
+                    redraw()
             except KeyboardInterrupt:
                 if is_asked:
                     raise
                 is_asked = True
                 self.button.press("SIGINT")
+        if redraw is not None:
+            redraw()
         self.ended.result()
         return True
+
+    def _drawn_here(self) -> Callable[[], None] | None:
+        """Returns a function that draws the run's console, as it is now, in the current cell; None outside a notebook,
+        and if the cell that started the run has waited for it and shown the console."""
+        from offbeat.observability.console import in_notebook
+
+        if not self._is_alone or not in_notebook():
+            return None
+        from offbeat.observability.notebook import NotebookConsole, Output
+
+        output = Output()
+
+        def redraw() -> None:
+            if isinstance(self._console, NotebookConsole) and self._console.data is not None:
+                output.show(self._console.data)
+
+        return redraw
 
 
 def _launch(config: Config, given: Given, resume: Path | None) -> None:

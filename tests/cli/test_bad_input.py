@@ -118,9 +118,9 @@ def test_a_wrong_data_file_is_told_by_its_line(offbeat, text, told):
         ),
         (
             "nan",
-            r"reward .*: its trial failed: value: the reward returned nan; .* number; see (.*)",
+            r"reward .*: its trial failed: the reward returned nan; .* number.*",
         ),
-        ("text", r"reward .*: its trial failed: value: the reward returned 'good', a str; .*; see (.*)"),
+        ("text", r"reward .*: its trial failed: the reward returned 'good', a str; .*"),
     ],
     ids=["missing", "raising", "hanging", "NaN", "text"],
 )
@@ -180,7 +180,8 @@ def test_rewards_that_fail_now_and_then_are_left_out_counted_and_never_zero(offb
     assert re.fullmatch(
         r"warning: step 1: \d samples failed and are not trained on, and .*; see runs/a/logs", failed
     ), errors
-    assert all("answers so far earned 1, so there is nothing to learn" in text for text in advice), errors
+    earned = re.compile(r"that were scored earned 1 and \d+ failed, so there is nothing to learn")
+    assert all(earned.search(text) for text in advice), errors
     run = offbeat.folder / "runs" / "a"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["finished"]

@@ -91,12 +91,27 @@ def test_the_list_has_a_line_for_each_trajectory(
     assert lines[0].split()[:6] == ["task", "group", "for", "state", "step", "reward"]
     assert [int(line.split()[0]) for line in lines[1:]] == [7, 6, 5, 4, 3, 2, 1]
     cells = lines[1].split()
-    assert cells[2:6] == ["train", "trained", "2", "failed"]
+    assert cells[2:6] == ["train", "failed", "2", "failed"]
     assert "0-1" in cells
     assert lines[1].endswith("".join(PARTS))
     assert len(show(run, capsys, "--last", "2").splitlines()) == 4
     assert len(show(run, capsys, "--step", "2").splitlines()) == 5
     assert show(run, capsys, "--step", "9") == "no training answers at step 9\n"
+
+
+def test_failed_answers_are_listed_with_the_reason(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "200")
+    head, line, _ = show(run, capsys, "--failed").splitlines()
+    assert line.split()[0] == "7"
+    assert line[head.index("why it failed") :].startswith("raised")
+    assert [row["task"] for row in json.loads(show(run, capsys, "--failed", "--json"))] == [7]
+    assert show(run, capsys, "--failed", "--step", "1") == "no training answers at step 1 with these filters\n"
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "    why it failed  raised" in show(run, capsys, "--failed")
+    assert main(["show", str(run), "--failed", "--worst", "3"]) == 2
+    assert "--worst and --failed do not go together" in capsys.readouterr().err
 
 
 def test_a_line_has_the_prompt_and_the_right_answer_before_the_response(

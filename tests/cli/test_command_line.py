@@ -102,6 +102,8 @@ def test_a_wrong_file_is_refused(refused, text, told):
         (["frobnicate"], "frobnicate: unknown command; see offbeat --help"),
         (["train", "nowhere.toml"], "nowhere.toml: no such file"),
         (["train", "--group-size", "16"], "--group-size: unknown option; did you mean --batch.group_size?"),
+        (["eval", "--temperature", "0"], "--temperature: unknown option; did you mean --eval.temperature?"),
+        (["train", "--temperature", "0"], "--temperature: unknown option; TRL's temperature is --rollout.temperature"),
         (["train", "--resum"], "--resum: unknown option; did you mean --resume?"),
         (["train", "a.toml", "b.toml"], "b.toml: offbeat train takes no further argument"),
         (["train", "--name", "a/b"], '--run.name = "a/b": allowed letters'),
@@ -185,7 +187,7 @@ def test_a_dry_run_tells_all_that_is_missing_and_adds_up_if_the_rows_and_rewards
         assert ("32 groups × 8 = 256 samples" in told.out, reward) == (True, [])
     else:
         assert told.out == ""
-        assert reward[0].startswith(f"offbeat: reward r{len(judge)}.py:f: its trial failed: value: ")
+        assert reward[0].startswith(f"offbeat: reward r{len(judge)}.py:f: its trial failed: the reward returned ")
 
 
 def test_a_run_looks_for_its_gpu_before_it_reads_rows_where_no_driver_is_loaded(capsys, monkeypatch):

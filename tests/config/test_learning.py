@@ -198,12 +198,13 @@ REFUSALS = {
     ),
     "name": (
         {"loss.name": "grpp"},
-        "loss.name = \"grpp\": no such loss; did you mean 'grpo'? (your own: module:function or file.py:function)",
+        "loss.name = \"grpp\": no such loss; did you mean 'grpo'? allowed grpo, dr_grpo, dapo, gspo, cispo, rloo, "
+        "reinforce, reinforce++, ppo (your own: module:function or file.py:function)",
     ),
     "advantage": (
         {"loss.advantage": "grop"},
-        "loss.advantage = \"grop\": no such advantage; did you mean 'group'? (your own: module:function or "
-        "file.py:function)",
+        "loss.advantage = \"grop\": no such advantage; did you mean 'group'? allowed group, mean, leave_one_out, "
+        "siblings, batch, gae (your own: module:function or file.py:function)",
     ),
     "sequence ratio": (
         {"loss.name": "gspo", "loss.aggregate": "token_mean"},

@@ -198,6 +198,11 @@ def test_a_missing_file_is_told_with_its_neighbours(toml):
         (["--bacth.group-size=16"], "--bacth.group_size = 16: unknown section; did you mean batch?"),
         (["--batch.group-size"], "--batch.group-size needs a value, as in --batch.group-size VALUE"),
         (["--run.steps", "many"], '--run.steps = "many": wants a whole number, not text'),
+        (
+            ["--task.source=file", "--task.path=x.jsonl", "--task.reward=exact", "--task.level=3"],
+            '--task.level = 3: unknown key; source = "file" has no key level, only weight, ',
+        ),
+        (["--loss.name=gpro"], "--loss.name = \"gpro\": no such loss; did you mean 'grpo'? allowed grpo, dr_grpo, "),
         (["--task.2.level", "1"], "--task.2.level: task.2 would leave a gap; the next task is task.1"),
         (["--task.1.source=arithmetic", "--task.level=3"], "--task.level: there are 2 tasks; name one, as in --task.0"),
         (["--run.steps.x=1"], "--run.steps.x: run.steps is a single value"),

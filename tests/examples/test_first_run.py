@@ -39,14 +39,15 @@ def shown(cells: list[Any], text: str, kind: str) -> str:
 
 @pytest.mark.full
 def test_a_notebook_trains_plots_stops_resumes_evaluates_and_exports(cells, folder):
-    assert re.search(r"training, step \d+ of 100", shown(cells, "wait=False", "text/html"))
+    assert re.search(r"training, step \d+ of 100", shown(cells, "offbeat.train(", "text/html"))
     assert "part/right" in shown(cells, "run.frame()", "text/html")
     (run,) = (offbeat.Run(path) for path in (folder / "runs").iterdir())
     stopped = int(re.search(r"stopped by stop\(\), step (\d+) of 100", shown(cells, "run.stop()", "text/html"))[1])
     assert 10 <= stopped < 100
     assert len(shown(cells, "run.plot()", "image/png")) > 10_000
     assert shown(cells, "run.trajectories(", "text/html").count("<tr") == 1 + 6
-    assert f"finished, step {stopped + 10} of {stopped + 10}" in shown(cells, "run.resume(", "text/html")
+    assert f"training, step {stopped} of {stopped + 10}" in shown(cells, "run.resume(", "text/html")
+    assert f"finished, step {stopped + 10} of {stopped + 10}" in shown(cells, "run.wait()", "text/html")
     assert "'eval_prompts': 50" in shown(cells, "run.evaluate(", "text/plain")
     assert re.match(r"'17\+25=", shown(cells, "run.export(", "text/plain"))
     assert (folder / "my-model" / "model.safetensors").is_file()
@@ -57,9 +58,9 @@ def test_a_notebook_trains_plots_stops_resumes_evaluates_and_exports(cells, fold
 
 
 @pytest.mark.full
-def test_a_notebook_shows_steps_while_a_cell_trains(cells):
-    (resuming,) = (cell for cell in cells if "run.resume(" in cell.source)
-    tables = [output.data["text/html"] for output in resuming.outputs if output.output_type == "display_data"]
+def test_a_notebook_shows_steps_while_a_cell_waits(cells):
+    (waiting,) = (cell for cell in cells if "run.wait()" in cell.source)
+    tables = [output.data["text/html"] for output in waiting.outputs if output.output_type == "display_data"]
     assert any("held-out" in table for table in tables)
 
 

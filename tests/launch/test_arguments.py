@@ -71,7 +71,13 @@ def test_rows_may_have_a_column_source_and_several_tasks_are_told_from_rows(rows
 
 @pytest.mark.parametrize(
     "task, source",
-    [("train.jsonl", "file"), (Path("train.parquet"), "file"), ("open/set", "dataset"), ("tasks.py:make", "function")],
+    [
+        ("train.jsonl", "file"),
+        ("arr.json", "file"),
+        (Path("train.parquet"), "file"),
+        ("open/set", "dataset"),
+        ("tasks.py:make", "function"),
+    ],
 )
 def test_a_text_names_a_file_a_dataset_or_a_function(rows, task, source):
     (section,) = made(rows, task=task).config.task
@@ -107,6 +113,25 @@ def test_weights_go_into_the_configuration(rows):
 def test_a_reward_by_name_stands_in_the_configuration(rows):
     prepared = made(rows, task=ROWS, reward="exact")
     assert (prepared.reward, prepared.config.task[0].reward) == (None, "exact")
+
+
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        ({"loss": "dapo"}, '^loss = "dapo": wants a dict of its keys, not text; write loss={"name": "dapo"}$'),
+        ({"rollout": "vllm"}, 'write rollout={"engine": "vllm"}$'),
+        ({"eval": 5}, 'write eval={"every": 5}$'),
+        ({"batch": 16}, 'write batch={"groups_per_step": [0-9]+}$'),
+        ({"loss": 3}, 'write loss={"name": "grpo"}$'),
+        ({"ledger": "x"}, 'write ledger={"[a-z_]+": .*}$'),
+        ({"step": 3}, r"did you mean steps\?$"),
+        ({"stpes": 3}, r"did you mean steps\?$"),
+        ({"optimiser": {"lr": 1.0}}, r"did you mean optimizer\?$"),
+    ],
+)
+def test_a_mistake_in_the_arguments_is_told_in_words_of_python(rows, given, told):
+    with pytest.raises(UserError, match=told):
+        made(rows, **given)
 
 
 @pytest.mark.parametrize("reward", [3.0, [], {}, {"weights": {"right": 2}}, [None]])

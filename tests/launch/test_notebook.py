@@ -16,6 +16,7 @@ from offbeat.errors import UserError
 from offbeat.launch import model_parts
 from offbeat.launch.stopping import SIGNALS
 from offbeat.ledger.ledger import Ledger
+from offbeat.observability import console
 
 
 def tiny(folder: Path, name: str, **sections) -> dict:
@@ -80,6 +81,44 @@ def test_ctrl_c_stops_a_run_with_a_checkpoint_and_the_handlers_are_given_back(tm
     assert (tmp_path / "a" / "checkpoints" / f"{summary['steps']:08d}").is_dir()
     events = [json.loads(line)["event"] for line in (tmp_path / "a" / "events.jsonl").read_text().splitlines()]
     assert events[-1] == "end"
+
+
+@pytest.fixture
+def shown(monkeypatch) -> list[tuple[str, str]]:
+    """What the cells of a notebook show: (thread, text) of each output and each update."""
+    display = pytest.importorskip("IPython.display")
+    found: list[tuple[str, str]] = []
+
+    class Handle:
+        def update(self, data, *, raw):
+            found.append((threading.current_thread().name, data["text/plain"]))
+
+    def show(data, *, raw, display_id):
+        Handle().update(data, raw=raw)
+        return Handle()
+
+    monkeypatch.setattr(display, "display", show)
+    monkeypatch.setattr(console, "in_notebook", lambda: True)
+    return found
+
+
+def test_a_cell_that_waits_shows_the_steps_of_a_run_in_the_background(tmp_path, shown):
+    run = offbeat.train(tiny(tmp_path, "a", log={"console": "auto"}), wait=False)
+    run.wait()
+    here = [text for thread, text in shown if thread == threading.current_thread().name]
+    assert here
+    assert "2/2" in here[-1]
+    assert "run.export" in here[-1]
+    num_outputs = len(here)
+    run.wait()  # another cell: it shows how the run ended
+    assert [text for thread, text in shown if thread == threading.current_thread().name][num_outputs:] == here[-1:]
+
+
+def test_a_cell_that_has_trained_does_not_show_the_run_again_when_it_waits(tmp_path, shown):
+    run = offbeat.train(tiny(tmp_path, "a", log={"console": "auto"}))
+    num_outputs = len(shown)
+    run.wait()
+    assert len(shown) == num_outputs
 
 
 @pytest.mark.full

@@ -56,6 +56,20 @@ def test_a_reward_that_is_always_the_same_is_told_with_its_value():
     assert "task.reward" in advice.text
 
 
+def test_failures_are_told_beside_the_answers_that_were_scored():
+    """Many failures are the likelier cause, as of a reward that gives None for a wrong answer."""
+    same = {"reward": 1.0, "reward_min": 1.0, "reward_max": 1.0, "signal_share": 0.0}
+    for failures, remedy in (
+        (1, "or choose harder problems"),
+        (20, "if task.reward gives None for a wrong answer, let it give"),
+    ):
+        watching, rows = adviser(), [{**LEARNING, **same, "failures": failures}] * 3
+        (advice,) = [advice for row in rows for advice in watching.step(row)]
+        assert advice.text.startswith(f"all 24 answers so far that were scored earned 1 and {3 * failures} failed, so ")
+        assert remedy in advice.text
+        assert ("--failed" in advice.text) == (failures == 20)
+
+
 def test_a_reward_that_has_fallen_is_blamed_on_the_learning_rate_and_on_nothing_else():
     """Nothing else is advised, though most answers are now cut and none teaches anything."""
     watching, spoilt = adviser(), {"reward": 0.0, "signal_share": 0.0, "cut_share": 1.0, "samples": 64}

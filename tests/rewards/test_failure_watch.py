@@ -22,6 +22,18 @@ def test_too_large_a_share_stops_it_and_names_numbers_key_and_reason():
     )
 
 
+def test_reasons_that_differ_only_in_what_they_quote_count_together():
+    watch = FailureWatch(max_share=0.2)
+    for n in range(40):
+        watch.record(True, f"raised: ValueError: bad {n} (of 9) (rewards.py:26)")
+        watch.record(True, f"raised: ValueError: bad {n} (rewards.py:{100 + n})")
+        watch.record(True, "timeout: no reward within 1 s")
+    assert watch.verdict().endswith("40 of them such as: raised: ValueError: bad 39 (of 9) (rewards.py:26)")
+    for n in range(50):
+        watch.record(True, f"value: the reward returned 'answer {n}', a str; return a finite number")
+    assert "), 50 of them such as: value: the reward returned 'answer 49', a str" in watch.verdict()
+
+
 def test_the_first_few_decide_nothing():
     assert watch_after([True] * 63, max_share=0.2).verdict() is None
     assert watch_after([True] * 64, max_share=0.2).verdict()

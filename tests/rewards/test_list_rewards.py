@@ -115,7 +115,7 @@ def test_a_list_that_is_too_short_for_two_is_refused_in_the_trial(tmp_path):
     def reward(completions, **kwargs):
         return [1.0]
 
-    with pytest.raises(UserError, match="its trial failed: value: the reward returned 1 number for 2 completions"):
+    with pytest.raises(UserError, match="its trial failed: the reward returned 1 number for 2 completions"):
         check(tmp_path, reward, sample("2"))
 
 

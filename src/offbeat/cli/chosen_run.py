@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from offbeat.config.schema import RunConfig
-from offbeat.launch.run_folder import CONFIG, LEDGER, newest_run, started_in
+from offbeat.launch.run_folder import CONFIG, LEDGER, named_run, newest_run, started_in
 
 RUN_HELP = "a run's folder, or its name; without it, the newest run"
 
@@ -22,12 +22,6 @@ def chosen_run(given: str | None) -> Path:
         print(f"the newest run: {run}", file=sys.stderr)
         return run
     return named_run(given, parent)
-
-
-def named_run(given: str, parent: Path) -> Path:
-    """Returns `given` as a folder or, if there is no such folder, as a name in `parent`."""
-    is_name = len(Path(given).parts) == 1 or (parent / given).is_dir()
-    return parent / given if is_name and not Path(given).exists() else Path(given)
 
 
 @contextlib.contextmanager

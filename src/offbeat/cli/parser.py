@@ -31,6 +31,9 @@ class Parser(argparse.ArgumentParser):
         if not word.startswith("-"):
             return f"{self.prog} takes no further argument; see {self.prog} --help"
         name = word.lstrip("-").replace("-", "_")
+        section = self.prog.split()[-1]  # `offbeat eval` means the keys of [eval] before others
+        if f"{section}.{name}" in known_keys():
+            return f"unknown option; did you mean --{section}.{name}?"
         if elsewhere := known_elsewhere([name], before="--"):
             return f"unknown option; {elsewhere}"
         keys = [key for key in known_keys() if key.split(".")[1] == name]

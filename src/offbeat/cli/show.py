@@ -45,6 +45,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--worker", metavar="NAME", help="only what this worker handed in")
     parser.add_argument("--min-reward", metavar="X", type=float, help="only with a reward of at least X")
     parser.add_argument("--max-reward", metavar="X", type=float, help="only with a reward of at most X")
+    parser.add_argument(
+        "--failed", action="store_const", const=True, help="only answers whose reward failed, with the reason"
+    )
     parser.add_argument("--tokens", action="store_true", help="with ID: token ids and log-probs, too")
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     parser.add_argument("--parquet", metavar="FILE", help="write all matching trajectories to a Parquet file")
@@ -105,6 +108,8 @@ def _chosen(arguments: argparse.Namespace) -> tuple[str, int]:
         )
     if len(asked) > 1:
         raise UserError(f"--{asked[0]} and --{asked[1]} do not go together; give one of --last, --best and --worst")
+    if arguments.failed and asked and asked[0] != "last":
+        raise UserError(f"--{asked[0]} and --failed do not go together; an answer that failed has no reward")
     name = asked[0] if asked else "last"
     count = given[name] if asked else NUM_ROWS
     if count < 1:
@@ -132,11 +137,12 @@ def _show_list(
     if not rows:
         print(_nothing(ledger, which))
         return
-    table: list[Sequence[str]] = [HEAD]
+    table: list[Sequence[str]] = [(*HEAD, FAILURE) if which.failed else HEAD]
     for row, (_, problem), text in zip(rows, problems, texts, strict=True):
         response = "(pruned)" if text is None else _one_line(text)
-        table.append([*_figures(row), _one_line(_asked(problem)), _one_line(as_text(problem["answer"])), response])
-    print("\n".join(_table(table)))
+        asked = (_one_line(_asked(problem)), _one_line(as_text(problem["answer"])))
+        table.append([*_figures(row), *asked, response, *([_one_line(row.error)] if which.failed else [])])
+    print("\n".join(_table(table, NUM_TEXTS + bool(which.failed))))
     print(f"offbeat show {folder} ID shows one answer in full, with its history")
 
 
@@ -146,6 +152,8 @@ HEAD = (
 )
 NUM_TEXTS = 3
 """Number of texts at the end of `HEAD`."""
+FAILURE = "why it failed"
+"""A last text, in a list of failed answers."""
 
 
 def _figures(row: TrajectoryRow) -> list[str]:
@@ -178,21 +186,21 @@ def _nothing(ledger: Ledger, which: TrajectoryFilter) -> str:
     return said if at or which != TrajectoryFilter(which.purpose) else f"{said} yet"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns aligned columns if each row fits into a line of the screen. Otherwise, each of a row's texts has a line
-    of its own below the figures."""
+def _table(rows: Sequence[Sequence[str]], num_texts: int) -> list[str]:
+    """Returns aligned columns if each row fits into a line of the screen. Otherwise, each of a row's texts, its last
+    `num_texts` cells, has a line of its own below the figures."""
     width = shutil.get_terminal_size((120, 24)).columns
     if sum(widths := _widths(rows)) + 2 * (len(widths) - 1) <= width:
         return [_aligned(row, widths) for row in rows]
     head, *others = rows
-    names, indent = head[-NUM_TEXTS:], " " * 4
+    names, indent = head[-num_texts:], " " * 4
     name_width = max(len(name) for name in names) + 2
-    figures = [row[:-NUM_TEXTS] for row in rows]
+    figures = [row[:-num_texts] for row in rows]
     widths = _widths(figures)
     lines = [_aligned(figures[0], widths)]
     for row, cells in zip(others, figures[1:], strict=True):
         lines.append(_aligned(cells, widths))
-        texts = zip(names, row[-NUM_TEXTS:], strict=True)
+        texts = zip(names, row[-num_texts:], strict=True)
         lines += [f"{indent}{name:<{name_width}}{_cut(text, width - 4 - name_width)}" for name, text in texts if text]
     return lines
 

@@ -184,8 +184,7 @@ def resolve(file: str | None, overrides: list[str], resume: str | None) -> tuple
 
 
 def _run_to_resume(file: str | None, overrides: list[str], resume: str) -> Path:
-    from offbeat.cli.chosen_run import named_run
-    from offbeat.launch.run_folder import newest_run, stored_config
+    from offbeat.launch.run_folder import named_run, newest_run, stored_config
 
     about_run = overrides if file else _of_section("run", overrides)
     run = load(file, about_run).run

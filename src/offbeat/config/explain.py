@@ -22,10 +22,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
-from offbeat.config.keys import TASK_MODELS, Path, dotted, field_at, is_hidden, suggest_key, value_at
+from offbeat.config.keys import TASK_MODELS, Path, accepts, dotted, field_at, is_hidden, suggest_key, value_at
 from offbeat.config.migrations import removed_at
-from offbeat.config.other_names import SECTIONS, known_elsewhere
+from offbeat.config.other_names import SECTIONS, known_elsewhere, nearest_argument
 from offbeat.config.schema import Config, Section
 from offbeat.config.secrets import shown_value
 from offbeat.errors import UserError
@@ -57,6 +58,16 @@ KNOWN_KINDS = (bool, int, float, str, list, tuple, datetime.date, datetime.time)
 """Types of values that errors show; the text of other objects, such as functions and datasets, says little."""
 HIDDEN_CHOICES = ("paced",)
 """Values only for tests, which errors and documentation do not list."""
+FIRST_KEYS = {
+    "checkpoint": "every",
+    "eval": "every",
+    "loss": "name",
+    "optimizer": "lr",
+    "rollout": "engine",
+    "run": "name",
+    "schedule": "mode",
+}
+"""For a section to which Python gave a single value: the key that was probably meant."""
 RANGE_ERRORS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 LEADING_KEY = re.compile(r"([a-z_]+(?:\.[a-z_0-9]+)+) = ")
 
@@ -164,6 +175,8 @@ class _Mistake:
                 return f"{what}; {elsewhere}"
             if what == "unknown section" and self.origin.root is Config and (ours := SECTIONS.get(str(self.place[0]))):
                 return f"{what}; its settings are in {ours} here"
+            if python and len(self.place) == 1 and (argument := nearest_argument(str(self.place[0]))):
+                return f"{what}; did you mean {argument}?"
             return f"{what}; {suggest_key(self.place, self.data, self.origin.root)}"
         if self.kind == "literal_error":
             return _choose(value, choices(known if known else self._field(self.place[:-1])))
@@ -205,7 +218,23 @@ class _Mistake:
             return f"{text}; put it in quotes"
         if self.place[0] == "task" and self.place[-1] == "path":
             return f"{text}; rows and datasets in memory are given as offbeat.train(..., task=rows)"
+        if word == "model" and self.origin.from_python and (known := self._field(self.place)):
+            section = _as_section(str(self.place[0]), known, value)
+            return f"wants a dict of its keys, not {_kind_of(value)}; write {section}"
         return text
+
+
+def _as_section(name: str, known: FieldInfo, value: Any) -> str:
+    """Returns how Python gives the section `name` with `value` for its first key, if that key takes such values; else
+    an example with a key of the section and, if it has one, its default."""
+    assert isinstance(known.annotation, type)
+    fields: Mapping[str, FieldInfo] = known.annotation.model_fields
+    key = FIRST_KEYS.get(name, "")
+    if not (key and accepts(fields[key], type(value))):
+        examples = {key: one.default for key, one in fields.items() if one.default not in (None, PydanticUndefined)}
+        key, value = next(iter(examples.items()), (next(iter(fields)), ...))
+    shown = "..." if value is ... else show(value) if isinstance(value, str) else repr(value)
+    return f"{name}={{{show(key)}: {shown}}}"
 
 
 def show(value: Any) -> str:

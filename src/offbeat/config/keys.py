@@ -268,10 +268,14 @@ def known_keys(root: type[Section] = Config) -> list[str]:
 
 
 def suggest_key(place: Path, data: Mapping[str, Any], root: type[Section] = Config) -> str:
-    """Returns advice about an unknown key: the nearest spelling, the section that has it, or the allowed keys."""
+    """Returns advice about an unknown key: the nearest spelling, the section that has it, or the allowed keys. If
+    tasks of another source have the key, says so."""
     name = str(place[-1])
     model = model_at(place[:-1], data, root)
     names = list(model.model_fields) if model else []
+    if root is Config and model in TASK_MODELS.values() and f"task.{name}" in known_keys():
+        source = value_at(data, (*place[:-1], "source"))
+        return f'source = "{source}" has no key {name}, only {", ".join(key for key in names if key != "source")}'
     if near := nearest(name, names):
         return f"did you mean {near}?"
     elsewhere = [key for key in known_keys(root) if key.endswith(f".{name.replace('-', '_')}")]

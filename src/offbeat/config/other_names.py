@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from offbeat.config.schema import Config
+from offbeat.spelling import nearest
+
 TRL = {
     "model": "model.path",
     "model_name_or_path": "model.path",
@@ -143,6 +146,8 @@ IN_PYTHON = {
 }
 """Arguments of `offbeat.train` that stand for keys."""
 
+ARGUMENTS = ("model", "task", "reward", "steps", "name", "lr", "callbacks", "loggers", "resume", "wait")
+"""Arguments of `offbeat.train`, with the short forms of keys."""
 
 SECTIONS = {
     **dict.fromkeys(("dataset", "datasets", "data"), "[[task]]"),
@@ -153,6 +158,13 @@ SECTIONS = {
     "actor": "[model], [optimizer] and [loss]",
 }
 """Usual names of sections elsewhere, with the sections that hold such settings here."""
+
+
+def nearest_argument(word: str) -> str | None:
+    """Returns the argument of `offbeat.train` that is most similar to `word`; None if no argument is similar, or if
+    the name of a section is more similar."""
+    near = nearest(word, [*ARGUMENTS, *Config.model_fields])
+    return near if near in ARGUMENTS else None
 
 
 def known_elsewhere(

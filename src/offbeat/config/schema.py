@@ -321,13 +321,13 @@ def loss_is_known(config: Config) -> None:
     loss = config.loss
     if not loss.is_own and loss.name not in PRESETS:
         raise ValueError(
-            f'loss.name = "{loss.name}": no such loss; {suggest(loss.name, PRESETS)} '
+            f'loss.name = "{loss.name}": no such loss; {suggest(loss.name, PRESETS, lists_few=True)} '
             "(your own: module:function or file.py:function)"
         )
     advantage = loss.advantage
     if advantage is not None and ":" not in advantage and advantage not in ADVANTAGES:
         raise ValueError(
-            f'loss.advantage = "{advantage}": no such advantage; {suggest(advantage, ADVANTAGES)} '
+            f'loss.advantage = "{advantage}": no such advantage; {suggest(advantage, ADVANTAGES, lists_few=True)} '
             "(your own: module:function or file.py:function)"
         )
     chosen = resolve_loss(config)

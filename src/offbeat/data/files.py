@@ -52,13 +52,22 @@ class Rows(Protocol):
         ...
 
 
+READERS_OF_PANDAS = {
+    ".csv": "read_csv(PATH)",
+    ".json": "read_json(PATH)",
+    ".tsv": "read_csv(PATH, sep='\\t')",
+}
+"""How pandas reads files that are no task's, by suffix."""
+
+
 def open_file(path: str) -> Rows:
-    """Opens a .jsonl, .ndjson or .parquet file."""
+    """Opens a user's .jsonl, .ndjson or .parquet file."""
     readers: dict[str, Callable[[Path], Rows]] = {".jsonl": JsonLines, ".ndjson": JsonLines, ".parquet": ParquetRows}
     file = Path(path)
     if file.suffix not in readers:
-        remedy = "convert it, as with pandas.read_csv(PATH).to_json('rows.jsonl', orient='records', lines=True)"
-        if file.suffix not in (".csv", ".tsv"):
+        read = READERS_OF_PANDAS.get(file.suffix)
+        remedy = f"convert it, as with pandas.{read}.to_json('rows.jsonl', orient='records', lines=True)"
+        if read is None:
             remedy = 'a data set on the Hugging Face hub has task.source = "dataset"'
         raise UserError(f"task.path = {path!r}: allowed .jsonl, .ndjson and .parquet files; {remedy}")
     if not file.is_file():
@@ -69,10 +78,11 @@ def open_file(path: str) -> Rows:
 
 
 class JsonLines:
-    """Rows of a file with one JSON object per line; blank lines are skipped."""
+    """Rows of a file with one JSON object per line; blank lines are skipped. `argument` names the argument from which
+    the rows were recorded in the file, as errors then tell their places; None: it is a user's own file."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, argument: str | None = None):
+        self.path, self._argument = path, argument
         self._file = path.open("rb")
         self._starts, self._lines = array("q"), array("q")
 
@@ -95,7 +105,8 @@ class JsonLines:
         return self._parse(text.partition(b"\n")[0], self._lines[index])
 
     def where(self, index: int) -> str:
-        return f"{self.path}:{self._lines[index]}"
+        line = self._lines[index]
+        return f"{self.path}:{line}" if self._argument is None else f"row {line} of {self._argument}"
 
     def _parse(self, text: bytes, line: int) -> Row:
         try:

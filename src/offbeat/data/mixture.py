@@ -14,7 +14,7 @@ from typing import Any
 
 from offbeat.config.schema import AnyTask, ArithmeticTask, FunctionTask, GymTask
 from offbeat.data.arithmetic import Arithmetic
-from offbeat.data.files import DatasetRows, FileSource, open_file
+from offbeat.data.files import DatasetRows, FileSource, JsonLines, Rows, open_file
 from offbeat.data.function import FunctionSource
 from offbeat.data.gym import Gym
 from offbeat.data.prompts import Problem, PromptSource
@@ -156,7 +156,7 @@ def _build_source(task: AnyTask, seed: int, functions: Functions, home: Path | N
     if isinstance(task, FunctionTask):
         return FunctionSource(functions.get(task.path, task.path), seed, task.chat)
     return FileSource(
-        DatasetRows(task.path, task.split) if task.source == "dataset" else open_file(rows_file(task.path, home)),
+        DatasetRows(task.path, task.split) if task.source == "dataset" else _open_rows(task.path, home),
         name=_source_name(task),
         seed=seed,
         prompt=task.prompt,
@@ -166,6 +166,15 @@ def _build_source(task: AnyTask, seed: int, functions: Functions, home: Path | N
         held_out=task.held_out,
         shuffle=task.shuffle,
     )
+
+
+def _open_rows(path: str, home: Path | None) -> Rows:
+    """Opens a task's file. Places of rows that were given from Python count in the argument `task`, because a run that
+    is refused keeps no copy of them."""
+    file = Path(rows_file(path, home))
+    if home is None or file.parent.absolute() != (home / ROWS).absolute() or not file.is_file():
+        return open_file(str(file))
+    return JsonLines(file, "task=" if file.stem == "rows" else f"task=[...] ({file.stem})")
 
 
 def rows_file(path: str, home: Path | None) -> str:

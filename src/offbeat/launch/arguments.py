@@ -10,6 +10,7 @@ from typing import Any
 
 from offbeat.config import DEMO, Config, from_dict, load, resolved
 from offbeat.config.keys import TASK_MODELS
+from offbeat.data.files import READERS_OF_PANDAS
 from offbeat.data.mixture import RewardSpec
 from offbeat.errors import UserError
 from offbeat.spelling import a_kind
@@ -102,8 +103,18 @@ def read_reward(reward: Any) -> tuple[RewardSpec | None, dict[str, float]]:
             )
         functions[name] = function
         if weight:
-            weights[name] = float(weight[0])
+            weights[name] = _weight(name, weight[0])
     return functions, weights
+
+
+def _weight(name: str, weight: Any) -> float:
+    try:
+        return float(weight)
+    except (TypeError, ValueError):
+        raise UserError(
+            f"reward: {name!r}: the weight {weight!r:.60} is {a_kind(weight)}; give (function, weight) with a number, "
+            "as in (function, 0.5)"
+        ) from None
 
 
 class Tasks:
@@ -155,8 +166,8 @@ def _is_section(task: Any) -> bool:
 
 
 def _source_of(text: str) -> str:
-    if text.endswith((".jsonl", ".ndjson", ".parquet")):
-        return "file"
+    if text.endswith((".jsonl", ".ndjson", ".parquet", *READERS_OF_PANDAS)):
+        return "file"  # of the last, opening it tells how to convert it
     return "function" if ":" in text else "dataset"
 
 

@@ -87,6 +87,7 @@ async def open_coordinator(
         console = stack.enter_context(
             open_console(config.log.console, config.run.steps, first_step, has_workers=not only_worker)
         )
+        given.on_console(console)
         sinks = [*open_sinks(config.log.sinks, folder.path, config.log.project, {}), *given.sinks]
         for sink in sinks:
             stack.callback(sink.close)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import cloudpickle
 
@@ -22,6 +23,9 @@ from offbeat.errors import UserError
 from offbeat.launch.stopping import StopButton
 from offbeat.locate import one_line
 from offbeat.observability.sinks import Sink
+
+if TYPE_CHECKING:
+    from offbeat.observability.console import Console
 
 VARIABLE = "OFFBEAT_GIVEN"
 """Environment variable with the path of the file from which a coordinator reads the functions."""
@@ -39,6 +43,8 @@ class Given:
     stop: StopButton = field(default_factory=StopButton)
     on_folder: Callable[[Path], object] = lambda _: None
     """Called with the run's folder as soon as there is one."""
+    on_console: Callable[[Console], object] = lambda _: None
+    """Called with the run's console, if it is opened in this process."""
     from_python: bool = False
     """Whether a Python program started the run, not the command line."""
 

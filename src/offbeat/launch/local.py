@@ -12,6 +12,7 @@ import copy
 import time
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,8 @@ def train(
     check_sinks(config.log.sinks)
     check_engine(config, num_workers=None)
     wiring.need_processes(config, "judges cannot join a run of one process; set rollout.workers, or use offbeat serve")
-    with RunFolder.open(resume, config) if resume else RunFolder.create(config, given.rows) as folder:
+    new = partial(RunFolder.create, config, given.rows, from_python=given.from_python)
+    with RunFolder.open(resume, config) if resume else new() as folder:
         given.on_folder(folder.path)
         try:
             return stopping.run(_run(folder, given, from_scratch=from_scratch))

@@ -146,9 +146,10 @@ class RunFolder:
         self._start_s = time.monotonic()
 
     @classmethod
-    def create(cls, config: Config, rows: Path | None = None) -> Self:
+    def create(cls, config: Config, rows: Path | None = None, *, from_python: bool = False) -> Self:
         """Creates the folder of a new run, named by `run.name` or the current time; refuses a name in use. `rows` is a
         folder with data for tasks; its files are copied into the run's folder, and the tasks then read the copies.
+        `from_python`: whether a Python program starts the run, for errors.
         """
         parent, name = Path(config.run.dir), config.run.name
         path = parent / name if name else _unused(parent / time.strftime("%Y%m%d-%H%M%S"))
@@ -157,9 +158,9 @@ class RunFolder:
                 make_folder(path)
         except OSError as error:
             raise UserError(f"run.dir = {show(config.run.dir)}: {path} cannot be created: {error.strerror}") from error
-        refuse_used(path)
+        refuse_used(path, from_python=from_python)
         with _owned(path) as lock:
-            refuse_used(path)  # again, under the lock
+            refuse_used(path, from_python=from_python)  # again, under the lock
             for file in (
                 *path.glob(f"{LEDGER}*"),
                 path / SUMMARY,
@@ -316,14 +317,16 @@ def _replace(path: Path, content: Any, then: str = "then --resume the run") -> N
         raise cannot_write(path, error, then) from error
 
 
-def refuse_used(path: Path) -> None:
-    """Raises if a folder holds a run that has begun, or other files.
+def refuse_used(path: Path, *, from_python: bool = False) -> None:
+    """Raises if a folder holds a run that has begun, or other files. `from_python`: whether the error names arguments
+    of `offbeat.train`, not options.
 
     The folder of a run that was killed before it began may be reused.
     """
     if (path / CONFIG).is_file():
         if has_begun(path):
-            raise UserError(f"{path}: this run exists; continue it with --resume {path}, or choose another run.name")
+            resume, name = (f'resume="{path}"', "name=") if from_python else (f"--resume {path}", "run.name")
+            raise UserError(f"{path}: this run exists; continue it with {resume}, or choose another {name}")
     elif path.is_dir() and any(entry.name != LOCK for entry in path.iterdir()):
         raise UserError(f"{path}: exists already and holds no run; choose another run.name or run.dir")
 
@@ -429,6 +432,12 @@ def _existing_ledger(path: Path) -> Ledger | None:
 def refuse_in_use(path: Path) -> None:
     """Raises if another process works in a run's folder. This is an early check, which `RunFolder.open` repeats."""
     FolderLock(path / LOCK).release()
+
+
+def named_run(given: str, parent: Path) -> Path:
+    """Returns `given` as a folder or, if there is no such folder, as a name in `parent`."""
+    is_name = len(Path(given).parts) == 1 or (parent / given).is_dir()
+    return parent / given if is_name and not Path(given).exists() else Path(given)
 
 
 def newest_run(parent: Path) -> Path:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ FOLLOW_EVERY_S = 0.2
 async def train(config: Config, given: Given, *, resume: Path | None = None) -> dict[str, Any]:
     """Runs a configuration to its end, in processes of its own, for a Python program; returns the run's summary. See
     `offbeat.launch.local.train` for the parameters."""
-    with RunFolder.open(resume, config) if resume else RunFolder.create(config, given.rows) as folder:
+    new = partial(RunFolder.create, config, given.rows, from_python=given.from_python)
+    with RunFolder.open(resume, config) if resume else new() as folder:
         path = folder.path
         num_read = folder.metrics_file.stat().st_size
     given.on_folder(path)

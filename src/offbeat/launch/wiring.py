@@ -33,7 +33,7 @@ from offbeat.model.loading import (
 )
 from offbeat.net import is_this_machine
 from offbeat.observability.metric_files import read_events
-from offbeat.rewards.pool import MIN_COUNT, FailureWatch, RewardInput, RewardPool, Shaping
+from offbeat.rewards.pool import MIN_COUNT, FailureWatch, RewardInput, RewardPool, Shaping, without_kind
 from offbeat.rules.event_model import EventModelConfig
 from offbeat.trajectory import Sampling, total
 from offbeat.weights.piece_store import PieceStore, open_store
@@ -110,7 +110,7 @@ async def try_rewards(config: Config, mixture: Mixture, pool: RewardPool) -> lis
         if source not in found:  # another source has the same reward, and perhaps other columns
             (found[source],) = await pool.score(reward, [_response(problem, answers[source])])
             if why := found[source].error:
-                raise UserError(f"reward {reward}: its trial on task {source} failed: {why}")
+                raise UserError(f"reward {reward}: its trial on task {source} failed: {without_kind(why)}")
     shaping = make_shaping(config)
     shaping.check_names(pool.parts | {part.name for result in found.values() for part in result.rewards})
     trials = []

@@ -28,7 +28,8 @@ from offbeat.rules.groups import trained_staleness
 from offbeat.trajectory import Reward, Trajectory
 
 ROWS = """
-SELECT j.seq, t.id, g.id, g.ordinal, t.member, g.purpose, g.source, g.state,
+SELECT j.seq, t.id, g.id, g.ordinal, t.member, g.purpose, g.source,
+       CASE WHEN r.error IS NULL THEN g.state ELSE 'failed' END,
        COALESCE(b.step + 1, e.step), r.value, r.error, j.num_tokens,
        (SELECT MIN(version) FROM segments s WHERE s.task = t.id),
        (SELECT MAX(version) FROM segments s WHERE s.task = t.id),
@@ -71,7 +72,7 @@ class TrajectoryRow:
     purpose: str
     source: str
     state: str
-    """State of the trajectory's group."""
+    """State of the trajectory's group; `failed` if its reward failed, so that it is in no batch."""
     step: int | None
     """Step, counted from 1, whose batch holds the trajectory; None before it is claimed. For an evaluation: number of
     steps trained before the evaluation."""
@@ -100,6 +101,8 @@ class TrajectoryFilter:
     worker: str | None = None
     min_reward: float | None = None
     max_reward: float | None = None
+    failed: bool | None = None
+    """True: only trajectories whose reward failed."""
 
     @property
     def conditions(self) -> str:
@@ -115,6 +118,7 @@ CONDITIONS = {
     "worker": "j.worker = :worker",
     "min_reward": "r.value >= :min_reward",
     "max_reward": "r.value <= :max_reward",
+    "failed": "(r.error IS NOT NULL) = :failed",
 }
 EVERYTHING = TrajectoryFilter()
 

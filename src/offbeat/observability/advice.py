@@ -37,6 +37,9 @@ HIGH_REWARD, LOW_REWARD, FALLEN_ANSWERS = 0.4, 0.1, 64
 """Limits for a reward that has fallen, as shares of the distance between the worst and the best reward: the mean of
 `FALLEN_ANSWERS` answers was above the first, and each step of as many answers is below the second. So many answers
 seldom differ that much by chance."""
+MANY_FAILED = 0.2
+"""If a larger share of the answers failed, these failures are why the reward never varies: often, it gives None for a
+wrong answer."""
 MANY_MASKED = 0.5
 """If a larger share of a step's tokens is not trained, or is rejected by loss.correction, most work is wasted."""
 NO_WORKER_S = 180.0
@@ -85,7 +88,7 @@ class Adviser:
         self._streaks: Counter[str] = Counter()
         self._latest: deque[Row] = deque(maxlen=MANY_STEPS)
         self._first_entropies: list[float] = []
-        self._num_steps = self._num_answers = 0
+        self._num_steps = self._num_answers = self._num_failed = 0
         self._best, self._worst, self._peak = -math.inf, math.inf, -math.inf
 
     def step(self, row: Row) -> list[Advice]:
@@ -97,6 +100,7 @@ class Adviser:
         self._latest.append(row)
         self._num_steps += 1
         self._num_answers += row.get("samples", 0)
+        self._num_failed += row.get("failures", 0)
         self._best = max(self._best, row.get("reward_max", row["reward"]))
         self._worst = min(self._worst, row.get("reward_min", row["reward"]))
         if len(self._first_entropies) < FIRST_STEPS:
@@ -225,15 +229,25 @@ class Adviser:
         return row.get("entropy", math.inf) < limit and not self._is_solved()
 
     def _constant_reward(self) -> Advice:
+        failed, scored = self._num_failed, f"all {self._num_answers} answers so far"
+        if failed:
+            scored = f"{scored} that were scored earned {self._best:g} and {failed} failed"
+        else:
+            scored = f"{scored} earned {self._best:g}"
         look = f"look at some with offbeat show {self.run}"
-        if self._best == 0:
+        if failed > MANY_FAILED * (failed + self._num_answers):
             text = (
-                f"all {self._num_answers} answers so far earned 0, so there is nothing to learn: {look}; check "
+                f"{scored}, so there is nothing to learn: offbeat show {self.run} --failed has the reasons; answers "
+                "that fail are not trained on, so if task.reward gives None for a wrong answer, let it give a number"
+            )
+        elif self._best == 0:
+            text = (
+                f"{scored}, so there is nothing to learn: {look}; check "
                 "task.reward, show the wanted form of an answer in the prompt, or choose easier problems"
             )
         else:
             text = (
-                f"all {self._num_answers} answers so far earned {self._best:g}, so there is nothing to learn: {look}; "
+                f"{scored}, so there is nothing to learn: {look}; "
                 "check that task.reward tells right from wrong, or choose harder problems"
             )
         return Advice("constant reward", text)

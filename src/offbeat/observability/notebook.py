@@ -22,6 +22,9 @@ from offbeat.observability.console import (
 )
 from offbeat.observability.plot import draw_rewards
 
+Data = dict[str, str]
+"""Forms of an output by MIME type."""
+
 NUM_ROWS = 12
 """Number of newest rows that are shown; metrics.jsonl has all."""
 MAX_TEXTS = 20
@@ -30,13 +33,36 @@ EVERY_S, CURVE_EVERY_S = 1.0, 5.0
 STYLE = "font-family: monospace; white-space: pre; line-height: 1.35; overflow-x: auto"
 
 
-class NotebookConsole(Console):
-    """Console in a notebook's cell. Every update replaces the previous one, so even a long run has only one output."""
+class Output:
+    """An output of the cell in whose thread `show` is called; each call replaces what the one before it showed."""
 
-    def __init__(self, num_steps: int, *, has_workers: bool = False, clock: Clock = time.monotonic):
+    def __init__(self) -> None:
         from IPython.display import display
 
         self._display, self._handle = display, None
+        self._shown: Data | None = None
+
+    def show(self, data: Data) -> None:
+        if data is self._shown:
+            return
+        self._shown = data
+        if self._handle is None:
+            self._handle = self._display(data, raw=True, display_id=True)
+        else:
+            self._handle.update(data, raw=True)
+
+
+class NotebookConsole(Console):
+    """Console in a notebook's cell. Every update replaces the previous one, so even a long run has only one output.
+
+    A front end may drop what a run in the background sends after the end of the cell that started it. So another cell
+    may show `data`, too, in an `Output` of its own.
+    """
+
+    def __init__(self, num_steps: int, *, has_workers: bool = False, clock: Clock = time.monotonic):
+        self.data: Data | None = None
+        """What is shown now, by MIME type; None: nothing yet."""
+        self._output = Output()
         self.num_steps, self.clock, self.start_s = num_steps, clock, clock()
         self.columns = columns(num_steps, PLAIN_WIDTH, has_workers=has_workers)
         self.rows: list[Row] = []
@@ -80,11 +106,8 @@ class NotebookConsole(Console):
         self._shown_s = now_s
         if len(self.rows) > self._num_drawn and (at_once or now_s - self._drawn_s >= CURVE_EVERY_S):
             self._curve, self._num_drawn, self._drawn_s = curve(self.rows), len(self.rows), now_s
-        data = {"text/plain": self._text(), "text/html": self._html()}
-        if self._handle is None:
-            self._handle = self._display(data, raw=True, display_id=True)
-        else:
-            self._handle.update(data, raw=True)
+        self.data = {"text/plain": self._text(), "text/html": self._html()}
+        self._output.show(self.data)
 
     def _lines(self) -> list[str]:
         lines = list(self.texts)

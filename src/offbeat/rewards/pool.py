@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,6 +59,19 @@ class RewardResult:
     error: str | None = None
     """Message that begins with the kind of error: `timeout`, `raised`, `value`, `crash` or `start`."""
     rewards: tuple[Reward, ...] = ()
+
+
+WRONG_VALUE = "value: "
+
+
+def is_wrong_value(error: str) -> bool:
+    """Whether an error of a reward is only that its value is no reward, so that the log has nothing to add."""
+    return error.startswith(WRONG_VALUE)
+
+
+def without_kind(error: str) -> str:
+    """Returns an error of a reward as a sentence: without `value`, which is for the counts of a run's failures."""
+    return error.removeprefix(WRONG_VALUE)
 
 
 NOT_APPLICABLE = RewardResult(error="value: the reward returned None: no reward applies to this answer")
@@ -138,7 +152,8 @@ class RewardPool:
         for name in self._names:
             (result,) = await self.score(name, [(trials or {}).get(name, TRIAL)])
             if result.error is not None:
-                raise UserError(f"reward {name}: its trial failed: {result.error}; see {self.log_path}")
+                log = "" if is_wrong_value(result.error) else f"; see {self.log_path}"
+                raise UserError(f"reward {name}: its trial failed: {without_kind(result.error)}{log}")
             results[name] = result
         return results
 
@@ -350,6 +365,10 @@ MIN_COUNT = 64
 """Number of rewards to count before `FailureWatch` may stop a run (a full window, if smaller), because three failures
 among ten may be chance."""
 MAX_REASON_CHARS = 300
+RAISED = re.compile(r"(raised: [\w.]+).*( \([^()]*:\d+\))", re.DOTALL)
+"""A reason with an exception's type, and the file and line that raised it, which are the last in brackets."""
+DETAIL = re.compile(r"'[^']*'|\"[^\"]*\"|\d+(\.\d+)?")
+"""Part of another reason that may differ from answer to answer."""
 
 
 class FailureWatch:
@@ -379,11 +398,24 @@ class FailureWatch:
         count = len(self._latest)
         if count < self.min_count or self.share <= self.max_share:
             return None
-        ((reason, times),) = Counter(reason for reason in self._latest if reason is not None).most_common(1)
+        alike: dict[str, list[str]] = {}
+        for reason in self._latest:
+            if reason is not None:
+                alike.setdefault(_kind_of(reason), []).append(reason)
+        most = max(alike.values(), key=len)
+        how = "with" if len(set(most)) == 1 else "such as"
         return (
             f"{self.num_failed} of the latest {count} rewards failed ({self.share:.0%}; "
-            f"reward.max_failure_share = {self.max_share:g}), {times} of them with: {reason[:MAX_REASON_CHARS]}"
+            f"reward.max_failure_share = {self.max_share:g}), {len(most)} of them {how}: {most[-1][:MAX_REASON_CHARS]}"
         )
+
+
+def _kind_of(reason: str) -> str:
+    """Returns what reasons have in common whose texts differ only in details, such as an answer that they quote: for a
+    raised error its type with file and line, else the text without numbers and quotes."""
+    if raised := RAISED.match(reason):
+        return " ".join(raised.groups())
+    return DETAIL.sub("…", reason)
 
 
 OVERLONG = "overlong"

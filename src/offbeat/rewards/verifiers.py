@@ -101,7 +101,7 @@ def load_reward(spec: str) -> Function:
         return locate(spec, "task.reward")
     if spec not in LOADERS:
         raise UserError(
-            f"task.reward = {spec!r}: no such reward; {suggest(spec, LOADERS)} "
+            f"task.reward = {spec!r}: no such reward; {suggest(spec, LOADERS, lists_few=True)} "
             "(your own: module:function or file.py:function)"
         )
     return LOADERS[spec]()

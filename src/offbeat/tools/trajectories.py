@@ -41,6 +41,7 @@ def read_trajectories(
     worker: str | None = None,
     min_reward: float | None = None,
     max_reward: float | None = None,
+    failed: bool | None = None,
     limit: int | None = None,
     newest_first: bool = True,
 ) -> list[dict[str, Any]]:
@@ -49,6 +50,7 @@ def read_trajectories(
     - `task` is the task's ID, as `offbeat show RUN ID` wants it.
     - `step` is the step that trains on the trajectory, from 1; None until then. For an evaluation, it is the number of
       steps trained before.
+    - `error` is why the reward failed; None if it did not. `failed` asks for such trajectories, or for the others.
     - `answer` is the correct answer, as the task gives it.
     - `prompt` is what the model was given, including the chat template.
     - `parts` are the parts of the reward by name, before weighting.
@@ -56,7 +58,7 @@ def read_trajectories(
     """
     if purpose not in (None, "train", "eval"):
         raise UserError(f'purpose = {show(purpose)}: allowed "train", "eval", or None for both')
-    which = TrajectoryFilter(purpose, step, source, worker, min_reward, max_reward)
+    which = TrajectoryFilter(purpose, step, source, worker, min_reward, max_reward, failed)
     decode = decoder(run)
     with open_ledger(run) as ledger:
         found = ledger.list_trajectories(ALL if limit is None else limit, "latest" if newest_first else "oldest", which)
