@@ -85,7 +85,7 @@ def test_ctrl_c_stops_a_run_with_a_checkpoint_and_the_handlers_are_given_back(tm
 
 @pytest.fixture
 def shown(monkeypatch) -> list[tuple[str, str]]:
-    """What the cells of a notebook show: (thread, text) of each output and each update."""
+    """Outputs and updates of a notebook's cells, each as (thread, text)."""
     display = pytest.importorskip("IPython.display")
     found: list[tuple[str, str]] = []
 

@@ -61,7 +61,7 @@ class NotebookConsole(Console):
 
     def __init__(self, num_steps: int, *, has_workers: bool = False, clock: Clock = time.monotonic):
         self.data: Data | None = None
-        """What is shown now, by MIME type; None: nothing yet."""
+        """Output shown now, by MIME type; None: nothing yet."""
         self._output = Output()
         self.num_steps, self.clock, self.start_s = num_steps, clock, clock()
         self.columns = columns(num_steps, PLAIN_WIDTH, has_workers=has_workers)
