@@ -1,11 +1,12 @@
-"""Engines behind HTTP: `python -m benchmarks.engines [--quick]`.
+"""Ways to vLLM: `python -m benchmarks.engines [--quick]`.
 
-Tokens per second, by three ways to the same engine with the same settings (vLLM; random weights in a real shape):
+Tokens per second, by four ways to the same engine with the same settings (random weights in a real shape):
 - in process: vLLM's own `LLM.generate`, in a process that holds nothing else;
-- adapter: Offbeat's `HttpEngine`, which workers use;
+- worker: as a worker generates, with vLLM in a process of its own;
+- server: as a worker generates with vLLM's HTTP server (engine.url);
 - naive: what one would write first, a thread with a connection per request, answers not streamed.
 Each request has a prompt of its own and a seed, and brings log-probs of its tokens. A batch is as many requests as run
-at a time, a stream four times that. In-process runs stand before and after those of the server.
+at a time, a stream four times that. In-process runs stand before and after the others.
 
 Seconds of generation that a change of weights costs, while requests never stop coming (`changes.py`).
 
@@ -14,10 +15,11 @@ argument on to the engine, once for each word):
 
     python -m benchmarks.engines --server-arg=--attention-backend --server-arg=FLASH_ATTN
 
-All of it, with three starts of the engine, takes about twelve minutes; `--only batch,stream` and `--only changes` run a
-part. `--url URL` measures a server that runs already, started on a model of the shape that is named; it is not compared
-with in-process runs then. Without a GPU, and with `--quick`, the shape is a tiny one and nothing is decided: it shows
-that all parts work. A quick run starts the engine twice, which on a few cores takes longer than a minute.
+All of it, with four starts of the engine, takes about fourteen minutes; `--only batch,stream`, `--only changes` and
+`--ways "in process,worker"` run a part. `--url URL` measures a server that runs already, started on a model of the
+shape that is named; it is not compared with in-process runs then. Without a GPU, and with `--quick`, the shape is
+a tiny one and nothing is decided: it shows that all parts work. A quick run starts the engine three times, which on a
+few cores takes longer than a minute.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -37,7 +39,7 @@ from benchmarks import report
 from benchmarks.common.load import Load
 from benchmarks.common.shapes import SHAPES
 from benchmarks.engines.bench import FULL, QUICK, SMALL, Size, measured
-from benchmarks.engines.findings import BATCH, CHANGES, STREAM, Findings, bars_of, raw_of, rows_of, say
+from benchmarks.engines.findings import KINDS, WAYS, Findings, bars_of, raw_of, rows_of, say
 from benchmarks.engines.processes import find_vllm
 from offbeat.errors import OffbeatError, UserError
 
@@ -46,8 +48,8 @@ MEMORY = Path("/dev/shm")
 
 
 def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.engines", description="Engines behind HTTP.")
-    parser.add_argument("--quick", action="store_true", help="a tiny shape, few tokens, two starts; decides nothing")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engines", description="Ways to vLLM.")
+    parser.add_argument("--quick", action="store_true", help="a tiny shape, few tokens, three starts; decides nothing")
     parser.add_argument("--python", default=sys.executable, metavar="PATH", help="of an environment with the engine")
     parser.add_argument("--url", help="a server that runs already, instead of one that is started")
     parser.add_argument("--shape", choices=SHAPES)
@@ -55,15 +57,19 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, dest="num_tokens", help="of each answer")
     parser.add_argument("--repeats", type=int)
     parser.add_argument("--server-arg", action="append", default=[], metavar="WORD", help="for the engine; repeatable")
-    parser.add_argument("--only", type=kinds, default=[BATCH, STREAM, CHANGES], metavar="KINDS", help="comma-separated")
+    parser.add_argument("--only", type=some_of(KINDS), default=KINDS, metavar="A,B", help="comma-separated")
+    parser.add_argument("--ways", type=some_of(WAYS), default=WAYS, metavar="A,B", help="comma-separated")
     parser.add_argument("--log", type=Path, help="a file for what the engine says; kept then")
     return parser.parse_args(arguments)
 
 
-def kinds(text: str) -> list[str]:
-    chosen, allowed = text.split(","), (BATCH, STREAM, CHANGES)
-    if unknown := set(chosen) - set(allowed):
-        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: allowed are {', '.join(allowed)}")
+def some_of(allowed: Sequence[str]) -> Callable[[str], list[str]]:
+    def chosen(text: str) -> list[str]:
+        found = text.split(",")
+        if unknown := set(found) - set(allowed):
+            raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: allowed are {', '.join(allowed)}")
+        return found
+
     return chosen
 
 

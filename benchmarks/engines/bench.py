@@ -1,4 +1,4 @@
-"""Measures one engine in process and over HTTP."""
+"""Measures one engine in process, as a worker has it, and over HTTP."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from pathlib import Path
 import torch
 
 from benchmarks.common.shapes import SHAPES
-from benchmarks.engines.changes import Counting, Traffic, losses, measure
-from benchmarks.engines.clients import adapter, naive
-from benchmarks.engines.findings import ADAPTER, BATCH, CHANGES, IN_PROCESS, NAIVE, STREAM, Findings, say
+from benchmarks.engines.changes import Counted, CountingServer, CountingWorker, Traffic, losses, measure
+from benchmarks.engines.clients import naive, through_engine
+from benchmarks.engines.findings import BATCH, CHANGES, IN_PROCESS, NAIVE, SERVER, STREAM, WORKER, Findings, say
 from benchmarks.engines.models import Models
-from benchmarks.engines.processes import Settings, find_settings, offline, server
+from benchmarks.engines.processes import Settings, find_settings, offline, server, worker_process
 from benchmarks.engines.work import Batch, Batches
 from offbeat.engines.http_calls import Server
-from offbeat.engines.http_engine import HttpEngine
-from offbeat.engines.vllm.api import FromPath, Transfer
+from offbeat.engines.server_engine import ServerEngine
+from offbeat.engines.vllm.direct import Channel
+from offbeat.engines.vllm.weights import FromPath, Transfer
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,13 @@ QUICK = replace(SMALL, concurrency=8, num_tokens=32, repeats=1, window_s=2.0, lo
 class Bench:
     """All measurements of one engine with one model shape."""
 
-    def __init__(self, size: Size, models: Models, kinds: Sequence[str]):
-        self.size, self.models, self.kinds = size, models, kinds
+    def __init__(self, size: Size, models: Models, kinds: Sequence[str], ways: Sequence[str]):
+        self.size, self.models, self.kinds, self.ways = size, models, kinds, ways
         self.batches = Batches(size.num_prompt_tokens, models.shape.num_tokens)
         self.findings = Findings()
 
     def offline(self, settings: Settings, log: Path) -> None:
-        if not {BATCH, STREAM} & set(self.kinds):
+        if IN_PROCESS not in self.ways or not {BATCH, STREAM} & set(self.kinds):
             return
         with offline(settings, log) as engine:
             say("vLLM in process: ready")
@@ -61,22 +62,33 @@ class Bench:
                 self.findings.add(kind, IN_PROCESS, engine.run(self._batch(kind)))
 
     async def started(self, settings: Settings, folder: Path, log: Path) -> None:
-        async with server(settings, folder, log) as url:
-            await self.served(url, ipc=settings.uses_ipc)
+        if WORKER in self.ways:
+            async with worker_process(settings, folder, log) as url:
+                await self.engine(CountingWorker(Channel(url)), WORKER, url, ipc=settings.uses_ipc)
+        if {SERVER, NAIVE} & set(self.ways):
+            async with server(settings, folder, log) as url:
+                await self.served(url, ipc=settings.uses_ipc)
 
     async def served(self, url: str, *, ipc: bool = False) -> None:
-        say(f"{url}: ready")
-        async with self._attached(url) as (engine, dialect):
+        await self.engine(CountingServer(Server(url)), SERVER, url, ipc=ipc)
+        for kind in self._rounds() if NAIVE in self.ways else ():
+            self.findings.add(kind, NAIVE, await asyncio.to_thread(naive, url, self._batch(kind)))
+
+    async def engine(self, dialect: Counted, way: str, url: str, *, ipc: bool) -> None:
+        """Measures an engine at `url`; changes of weights only for the first engine."""
+        if way not in self.ways:
+            return
+        async with self._attached(dialect) as engine:
+            say(f"{way}, {url}: ready")
             self.findings.engine = engine.capabilities.fingerprint
             if {BATCH, STREAM} & set(self.kinds):
-                await adapter(engine, self._warmup())
+                await through_engine(engine, way, self._warmup())
             for kind in self._rounds():
-                self.findings.add(kind, ADAPTER, await adapter(engine, self._batch(kind)))
-                self.findings.add(kind, NAIVE, await asyncio.to_thread(naive, url, self._batch(kind)))
-            if CHANGES in self.kinds:
+                self.findings.add(kind, way, await through_engine(engine, way, self._batch(kind)))
+            if CHANGES in self.kinds and not self.findings.windows:
                 await self._changes(engine, dialect, ipc=ipc)
 
-    async def _changes(self, engine: HttpEngine, dialect: Counting, *, ipc: bool) -> None:
+    async def _changes(self, engine: ServerEngine, dialect: Counted, *, ipc: bool) -> None:
         size = self.size
         ways: dict[str, Transfer] = {"path": FromPath()}
         if ipc:
@@ -97,12 +109,11 @@ class Bench:
             say(f"{way}: {statistics.median(loss.lost_s for loss in found):.2f} s of generation lost a change")
 
     @asynccontextmanager
-    async def _attached(self, url: str) -> AsyncIterator[tuple[HttpEngine, Counting]]:
-        dialect = Counting(Server(url))
-        engine = await HttpEngine.attach(dialect, worker="benchmark", num_slots=self.size.concurrency)
+    async def _attached(self, dialect: Counted) -> AsyncIterator[ServerEngine]:
+        engine = await ServerEngine.attach(dialect, worker="benchmark", num_slots=self.size.concurrency)
         try:
             await engine.load(self.models.next())
-            yield engine, dialect
+            yield engine
         finally:
             await engine.close()
 
@@ -122,7 +133,7 @@ class Bench:
 def measured(options: argparse.Namespace, size: Size, folder: Path, log: Path) -> Findings:
     """Measures every way; a failure ends the measurements and keeps earlier figures."""
     say(f"writing two versions in the shape {size.shape} below {folder}")
-    bench = Bench(size, Models(SHAPES[size.shape], folder), options.only)
+    bench = Bench(size, Models(SHAPES[size.shape], folder), options.only, options.ways)
     try:
         measure_all(bench, options, folder, log)
     except Exception as error:  # whatever it is, what was measured before it is good

@@ -19,24 +19,37 @@ import numpy as np
 
 from benchmarks.engines.work import MAX_SEED, Batches
 from offbeat.engines.dialect import Call, Chunk
-from offbeat.engines.http_engine import HttpEngine
 from offbeat.engines.protocol import Finish, Request
-from offbeat.engines.vllm.api import Transfer, VllmDialect
+from offbeat.engines.server_engine import ServerEngine
+from offbeat.engines.vllm.api import VllmDialect
+from offbeat.engines.vllm.direct import DirectDialect
+from offbeat.engines.vllm.weights import Transfer
 from offbeat.errors import OffbeatError
 from offbeat.trajectory import Sampling
 from offbeat.weights.version import Version
 
 
-class Counting(VllmDialect):
-    """Dialect that counts tokens as they arrive; a request's answer comes only when it is complete."""
+class Counting:
+    """Counts a dialect's tokens as they arrive; a request's answer comes only when it is complete."""
 
     num_tokens = 0
 
     async def generate(self, call: Call) -> AsyncIterator[Chunk]:
-        async with aclosing(super().generate(call)) as chunks:  # type: ignore[type-var]
+        async with aclosing(super().generate(call)) as chunks:  # type: ignore[misc]
             async for chunk in chunks:
                 self.num_tokens += len(chunk.tokens)
                 yield chunk
+
+
+class CountingServer(Counting, VllmDialect):
+    """Of a server behind HTTP."""
+
+
+class CountingWorker(Counting, DirectDialect):
+    """Of a worker's own vLLM."""
+
+
+Counted = CountingServer | CountingWorker
 
 
 @dataclass(frozen=True)
@@ -68,7 +81,7 @@ class Loss:
 class Traffic:
     """Keeps a number of requests in flight. Their lengths differ, so that they do not all end and begin at once."""
 
-    def __init__(self, engine: HttpEngine, dialect: Counting, batches: Batches, num_at_once: int, num_tokens: int):
+    def __init__(self, engine: ServerEngine, dialect: Counted, batches: Batches, num_at_once: int, num_tokens: int):
         self.engine, self.dialect, self.batches = engine, dialect, batches
         self.num_tokens = num_tokens
         self.random = np.random.default_rng(1)

@@ -1,4 +1,4 @@
-"""Two clients of a server: Offbeat's engine, and a naive client with a thread and a connection per request."""
+"""Two clients: Offbeat's engine, and a naive client of a server with a thread and a connection per request."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from uuid import uuid4
 
 import numpy as np
 
+from benchmarks.common.vllm_http import SERVED_NAME
 from benchmarks.engines.processes import BATCH_WITHIN_S
 from benchmarks.engines.work import Batch, Done, checked
 from offbeat.engines.http_calls import UNIX
-from offbeat.engines.process.commands import SERVED_NAME
 from offbeat.engines.protocol import Engine, Finish, Request
 from offbeat.errors import OffbeatError
 from offbeat.trajectory import Sampling
 
 
-async def adapter(engine: Engine, batch: Batch) -> Done:
+async def through_engine(engine: Engine, way: str, batch: Batch) -> Done:
     """Generates through Offbeat's engine, as a worker does."""
     requests = iter(requests_of(batch))
     num_tokens = num_logprobs = 0
@@ -33,7 +33,7 @@ async def adapter(engine: Engine, batch: Batch) -> Done:
         for request in requests:
             generation = await engine.generate(request)
             if generation.finish is not Finish.LENGTH:
-                raise OffbeatError(f"adapter: request {request.id} ended by {generation.finish.value}")
+                raise OffbeatError(f"{way}: request {request.id} ended by {generation.finish.value}")
             for segment in generation.segments:
                 assert segment.logprobs is not None
                 num_tokens += len(segment.tokens)
@@ -41,7 +41,7 @@ async def adapter(engine: Engine, batch: Batch) -> Done:
 
     start_s = time.perf_counter()
     await asyncio.wait_for(asyncio.gather(*(one_after_another() for _ in range(batch.num_at_once))), BATCH_WITHIN_S)
-    return checked("adapter", batch, Done(time.perf_counter() - start_s, num_tokens, num_logprobs))
+    return checked(way, batch, Done(time.perf_counter() - start_s, num_tokens, num_logprobs))
 
 
 def requests_of(batch: Batch) -> Iterator[Request]:

@@ -14,10 +14,10 @@ from benchmarks.engines.work import Done
 
 say = partial(report.say, "engines")
 TARGET = 0.85
-BAR = "adapter_over_in_process"
+BAR = "worker_over_in_process"
 """Name of the bar for the tokens per second of a batch."""
-IN_PROCESS, ADAPTER, NAIVE = "in process", "adapter", "naive"
-BATCH, STREAM, CHANGES = "batch", "stream", "changes"
+IN_PROCESS, WORKER, SERVER, NAIVE = WAYS = ("in process", "worker", "server", "naive")
+BATCH, STREAM, CHANGES = KINDS = ("batch", "stream", "changes")
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Findings:
 
 
 def bars_of(findings: Findings, *, decides: bool) -> dict[str, report.Bar | report.Unmeasured]:
-    ratios = findings.ratios(BATCH, ADAPTER)
+    ratios = findings.ratios(BATCH, WORKER)
     if not ratios:
         return {BAR: report.Unmeasured(TARGET)}
     bar = report.at_least(TARGET, ratios, quick=False)
@@ -75,8 +75,10 @@ def raw_of(findings: Findings) -> dict[str, Any]:
         "engine": findings.engine,
         "failure": findings.failure,
         "tokens_per_s": {kind: rounded(findings.rates[kind]) for kind in kinds},
-        "naive_over_in_process": {kind: rounded(findings.ratios(kind, NAIVE)) for kind in kinds},
-        "adapter_over_in_process": {kind: rounded(findings.ratios(kind, ADAPTER)) for kind in kinds},
+        "over_in_process": {
+            kind: {way: rounded(findings.ratios(kind, way)) for way in findings.rates[kind] if way != IN_PROCESS}
+            for kind in kinds
+        },
         "changes": {way: [rounded(asdict(loss)) for loss in found] for way, found in losses(findings.windows).items()},
         "windows": [rounded(asdict(window)) for window in findings.windows],
     }

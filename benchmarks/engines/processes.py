@@ -1,5 +1,5 @@
-"""The engine in processes of its own: as the server that a worker would start, and as vLLM's own `LLM` with the same
-arguments. None of either is left when its context ends: a GPU holds one engine at a time."""
+"""The engine in processes of its own: as a worker starts it, as vLLM's HTTP server, and as vLLM's own `LLM`, with the
+same arguments. None of them is left when its context ends: a GPU holds one engine at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.vllm_http import http_command, http_endpoint, http_environment
 from benchmarks.engines.work import Batch, Done, checked
 from offbeat.config.schema import Config
 from offbeat.engines.process import commands
 from offbeat.engines.process.commands import EngineMachine
-from offbeat.engines.process.endpoints import new_endpoint
+from offbeat.engines.process.endpoints import Endpoint, direct_endpoint
 from offbeat.engines.process.server import EngineServer
 from offbeat.errors import OffbeatError, UserError
 
@@ -31,8 +32,8 @@ START_WITHIN_S, BATCH_WITHIN_S, END_WITHIN_S, VANISH_WITHIN_S = 600.0, 600.0, 30
 ASK_WITHIN_S = 60.0
 LOG_LINES = 20
 MODULE = "-m"
-BOTH = ("--skip-tokenizer-init", "--max-num-batched-tokens", "8192")
-"""Arguments for which the two have different defaults; those of the server are used."""
+ALL = ("--max-num-batched-tokens", "8192")
+"""Arguments for which they have different defaults; those of the server are used."""
 CPU = ("--enforce-eager",)
 """Arguments on a CPU, where compiling a model would take longer than all measurements."""
 FIND = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
@@ -68,8 +69,11 @@ class Settings:
     def command(self, listen: Sequence[str]) -> list[str]:
         return commands.command(self.config, self.machine, listen, ipc=self.uses_ipc)
 
+    def http_command(self, listen: Sequence[str]) -> list[str]:
+        return http_command(self.config, self.machine, listen, ipc=self.uses_ipc)
+
     def offline_command(self) -> list[str]:
-        """Returns the server's command line with the script `offline.py` in place of the server's module."""
+        """Returns the worker's command line with the script `offline.py` in place of the module."""
         python, *words = commands.command(self.config, self.machine, ())
         return [python, str(SCRIPT), *words[words.index(MODULE) + 2 :]]
 
@@ -77,7 +81,7 @@ class Settings:
 async def find_settings(
     model: Path, python: str, further: Sequence[str], *, num_slots: int, num_prompt_tokens: int, num_tokens: int
 ) -> Settings:
-    words = [*BOTH, *(() if torch.cuda.is_available() else CPU), *further]
+    words = [*ALL, *(() if torch.cuda.is_available() else CPU), *further]
     config = Config.model_validate(
         {
             "model": {"path": str(model), "dtype": "bfloat16"},
@@ -96,16 +100,31 @@ async def find_settings(
 
 
 @asynccontextmanager
+async def worker_process(settings: Settings, folder: Path, log: Path) -> AsyncIterator[str]:
+    """Starts vLLM as a worker does, waits until it answers, and yields its URL."""
+    async with _started(settings.command, settings.environment, direct_endpoint, folder, log) as url:
+        yield url
+
+
+@asynccontextmanager
 async def server(settings: Settings, folder: Path, log: Path) -> AsyncIterator[str]:
-    """Starts a server, waits until it answers, and yields its URL."""
+    """Starts vLLM's HTTP server, waits until it answers, and yields its URL."""
+    environment = {**settings.environment, **http_environment(settings.config)}
+    async with _started(settings.http_command, environment, http_endpoint, folder, log) as url:
+        yield url
+
+
+@asynccontextmanager
+async def _started(
+    command: Callable[[Sequence[str]], list[str]],
+    environment: Mapping[str, str],
+    new_endpoint: Callable[[], Endpoint],
+    folder: Path,
+    log: Path,
+) -> AsyncIterator[str]:
+    lock = folder / "engine.lock"
     started = EngineServer(
-        "vllm",
-        settings.command,
-        settings.environment,
-        new_endpoint=lambda: new_endpoint("vllm"),
-        log=log,
-        lock=folder / "engine.lock",
-        start_within_s=START_WITHIN_S,
+        "vllm", command, environment, new_endpoint=new_endpoint, log=log, lock=lock, start_within_s=START_WITHIN_S
     )
     try:
         await started.start()

@@ -1,4 +1,4 @@
-"""The benchmark of engines behind HTTP: what it computes, what it refuses to compare, and what it says without vLLM."""
+"""The benchmark of ways to vLLM: what it computes, what it refuses to compare, and what it says without vLLM."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.common.shapes import SHAPES
 from benchmarks.engines import processes
 from benchmarks.engines.changes import Window, losses
-from benchmarks.engines.findings import ADAPTER, BAR, BATCH, IN_PROCESS, NAIVE, Findings, bars_of
+from benchmarks.engines.findings import BAR, BATCH, IN_PROCESS, NAIVE, WORKER, Findings, bars_of
 from benchmarks.engines.models import Models
 from benchmarks.engines.work import Batches, Done, checked
 from offbeat.errors import OffbeatError
@@ -73,8 +73,8 @@ def test_ratios_are_to_the_median_in_process_and_decide_only_where_they_may():
     findings = Findings()
     for seconds in (1.0, 2.0, 4.0):
         findings.add(BATCH, IN_PROCESS, Done(seconds, 1000, 1000))
-    findings.add(BATCH, ADAPTER, Done(2.2, 1000, 1000))
-    assert findings.ratios(BATCH, ADAPTER) == pytest.approx([1 / 1.1])
+    findings.add(BATCH, WORKER, Done(2.2, 1000, 1000))
+    assert findings.ratios(BATCH, WORKER) == pytest.approx([1 / 1.1])
     assert bars_of(findings, decides=True)[BAR].holds is True
     assert bars_of(findings, decides=False)[BAR].holds is None
     assert findings.ratios(BATCH, NAIVE) == []
@@ -82,10 +82,10 @@ def test_ratios_are_to_the_median_in_process_and_decide_only_where_they_may():
 
 def test_an_answer_that_lacks_tokens_or_log_probs_is_not_compared():
     batch = Batches(num_prompt_tokens=4, vocabulary=100).make(num_requests=3, num_tokens=5, num_at_once=2)
-    assert checked("adapter", batch, Done(1.0, 15, 15)).tokens_per_s == 15
+    assert checked("worker", batch, Done(1.0, 15, 15)).tokens_per_s == 15
     for done in (Done(1.0, 14, 14), Done(1.0, 15, 0)):
-        with pytest.raises(OffbeatError, match=r"adapter: .* of 15"):
-            checked("adapter", batch, done)
+        with pytest.raises(OffbeatError, match=r"worker: .* of 15"):
+            checked("worker", batch, done)
 
 
 def test_no_two_batches_share_a_prompt():

@@ -18,8 +18,8 @@ from served_engine import MAX_CONTEXT_TOKENS, VOCAB_SIZE, Served, forward_logpro
 from transformers import LlamaForCausalLM
 
 from offbeat.engines.embedded import EmbeddedEngine
-from offbeat.engines.http_engine import HttpEngine
 from offbeat.engines.protocol import Engine, Request, Version
+from offbeat.engines.server_engine import ServerEngine
 from offbeat.testing.paced import FixedLength, PacedEngine, PacedSettings, noise
 
 
@@ -73,7 +73,7 @@ def served_model(
 
 def served_by(name: str, url: str, published: list[tuple[Version, LlamaForCausalLM]]) -> Served:
     async def attach() -> Engine:
-        return await HttpEngine.attach(dialect_of(name, url), worker=name, num_slots=NUM_SLOTS)
+        return await ServerEngine.attach(dialect_of(name, url), worker=name, num_slots=NUM_SLOTS)
 
     return served_model(attach, published, 2e-2)
 
@@ -82,6 +82,12 @@ def served_by(name: str, url: str, published: list[tuple[Version, LlamaForCausal
 def vllm_url(published: list[tuple[Version, LlamaForCausalLM]]) -> Iterator[str]:
     """A real vLLM server, started once for all tests."""
     yield from started("vllm", published[0][0].path)
+
+
+@pytest.fixture(scope="session")
+def direct_url(published: list[tuple[Version, LlamaForCausalLM]]) -> Iterator[str]:
+    """vLLM in a process of ours, started once for all tests."""
+    yield from started("direct", published[0][0].path)
 
 
 @pytest.fixture(scope="session")

@@ -24,8 +24,8 @@ from test_engine_contract import (
 )
 
 from offbeat.engines.embedded import EmbeddedEngine
-from offbeat.engines.http_engine import HttpEngine
 from offbeat.engines.protocol import Engine, Finish, Generation, KvMode, Request
+from offbeat.engines.server_engine import ServerEngine
 
 pytestmark = pytest.mark.timeout(900)  # the first test of a server starts it, which takes minutes on busy cores
 NUM_MORE = 24
@@ -86,7 +86,7 @@ def is_cold(served: Served, request: Request, generation: Generation, version: i
         return engine, await engine.generate(again(request))
 
     engine, expected = with_engine(served, scenario)
-    if isinstance(engine, HttpEngine):  # what it samples depends on what else it computes
+    if isinstance(engine, ServerEngine):  # what it samples depends on what else it computes
         return
     assert tokens_of(generation).tolist() == tokens_of(expected).tolist()
     tolerance = 0.0 if engine.capabilities.exact else served.logprob_tolerance
@@ -105,7 +105,7 @@ def test_a_request_cut_and_carried_on_is_one_that_was_not_cut(served):
         return engine, await engine.generate(ask(request.tokens, seed=8, max_new_tokens=num_tokens))
 
     engine, uncut = with_engine(served, scenario)
-    if isinstance(engine, HttpEngine):  # takes another seed for a continuation, and tells less
+    if isinstance(engine, ServerEngine):  # takes another seed for a continuation, and tells less
         return
     assert resumed.num_resumed == len(resumed.rest.tokens) - 1
     (whole,), (more,) = uncut.segments, resumed.generation.segments

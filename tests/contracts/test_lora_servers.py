@@ -1,5 +1,5 @@
-"""Adapters on a real vLLM server, as a worker starts it, against transformers and peft: what each version says, what
-becomes of requests and prefixes when the next one comes, and what is left behind."""
+"""Adapters on a real vLLM, in a worker's own process and behind HTTP, against transformers and peft: what each version
+says, what becomes of requests and prefixes when the next one comes, and what is left behind."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from transformers import PreTrainedModel
 
 from offbeat.config.schema import Config
 from offbeat.engines.http_calls import Server
-from offbeat.engines.http_engine import HttpEngine
 from offbeat.engines.process.lifecycle import ServerEngines
 from offbeat.engines.protocol import EngineDied, EngineError, Finish, Generation, KvMode, Request, Version
+from offbeat.engines.server_engine import ServerEngine
+from offbeat.engines.vllm.direct import Channel, DirectLoraDialect
 from offbeat.engines.vllm.lora import OURS, LoraDialect
 from offbeat.errors import UserError
 
@@ -51,20 +52,23 @@ class UnlabelledDialect(LoraDialect):
 
 @dataclass(frozen=True)
 class Adapters:
-    """A server with LoRA, and versions that it may be told to load: the first changes nothing."""
+    """A vLLM with LoRA, and versions that it may be told to load: the first changes nothing."""
 
     url: str
     base: Path
     versions: tuple[Version, ...]
     models: tuple[PreTrainedModel, ...]
-    dialect: type[LoraDialect] = LoraDialect
+    dialect: type[LoraDialect | DirectLoraDialect] = LoraDialect
 
     def logprobs(self, version: int, request: Request, response: np.ndarray) -> np.ndarray:
         return forward_logprobs(self.models[version], request, response)
 
-    async def attach(self, folder: Path) -> HttpEngine:
-        dialect = self.dialect(Server(self.url), rank=RANK, model=str(self.base), base=self.base, folder=folder)
-        return await HttpEngine.attach(dialect, worker="w", num_slots=NUM_SLOTS)
+    async def attach(self, folder: Path) -> ServerEngine:
+        if self.dialect is DirectLoraDialect:
+            dialect = DirectLoraDialect(Channel(self.url), folder)
+        else:
+            dialect = self.dialect(Server(self.url), rank=RANK, model=str(self.base), base=self.base, folder=folder)
+        return await ServerEngine.attach(dialect, worker="w", num_slots=NUM_SLOTS)
 
 
 def make_adapter(folder: Path, *, seed: int, is_zero: bool = False, rank: int = RANK) -> PreTrainedModel:
@@ -79,28 +83,42 @@ def make_adapter(folder: Path, *, seed: int, is_zero: bool = False, rank: int = 
     return model.eval()
 
 
-@pytest.fixture(scope="module")
-def served_adapters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapters]:
+def adapters_on(name: str, tmp_path: Path) -> Iterator[Adapters]:
     if not PYTHON:
         pytest.skip("make test-engines has a vLLM")
-    tmp_path = tmp_path_factory.mktemp("lora")
     tiny_llama(seed=1).save_pretrained(tmp_path / "base")
     models = tuple(make_adapter(tmp_path / str(n), seed=n, is_zero=n == 0) for n in range(3))
     versions = tuple(Version(n, step=n, parent=None, digest=str(n), path=tmp_path / str(n)) for n in range(3))
-    with own_server("vllm", PYTHON, tmp_path / "base", tmp_path / "engine.log", lora_rank=RANK) as (url, _):
+    with own_server(name, PYTHON, tmp_path / "base", tmp_path / "engine.log", lora_rank=RANK) as (url, _):
         yield Adapters(url, tmp_path / "base", versions, models)
 
 
-@pytest.fixture(params=[LoraDialect, UnlabelledDialect], ids=["labels", "no labels"])
-def adapters(request, served_adapters):
-    return replace(served_adapters, dialect=request.param)
+@pytest.fixture(scope="module")
+def served_adapters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapters]:
+    yield from adapters_on("vllm", tmp_path_factory.mktemp("lora"))
+
+
+@pytest.fixture(scope="module")
+def direct_adapters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapters]:
+    yield from adapters_on("direct", tmp_path_factory.mktemp("lora"))
+
+
+BEHIND_HTTP = pytest.mark.parametrize(
+    "adapters", [LoraDialect, UnlabelledDialect], ids=["labels", "no labels"], indirect=True
+)
+
+
+@pytest.fixture(params=[LoraDialect, UnlabelledDialect, DirectLoraDialect], ids=["labels", "no labels", "direct"])
+def adapters(request):
+    name = "direct_adapters" if request.param is DirectLoraDialect else "served_adapters"
+    return replace(request.getfixturevalue(name), dialect=request.param)
 
 
 @pytest.fixture
 def with_adapters(adapters, tmp_path):
     """Runs what it is given with an engine that serves the first version."""
 
-    def run(scenario: Callable[[HttpEngine], Awaitable[Result]]) -> Result:
+    def run(scenario: Callable[[ServerEngine], Awaitable[Result]]) -> Result:
         async def attached() -> Result:
             engine = await adapters.attach(tmp_path / "adapters")
             try:
@@ -124,7 +142,7 @@ def assert_from(adapters: Adapters, version: int, request: Request, answer: Gene
 
 
 def test_every_version_answers_as_peft_does_and_no_other(adapters, with_adapters):
-    async def scenario(engine: HttpEngine) -> None:
+    async def scenario(engine: ServerEngine) -> None:
         for number in (0, 1, 2, 1, 0):
             await engine.load(adapters.versions[number])
             requests = [ask(prompt(i, 1 + 9 * i), seed=i, temperature=t) for i, t in ((1, 1.0), (2, 1.0), (3, 0.6))]
@@ -137,7 +155,7 @@ def test_every_version_answers_as_peft_does_and_no_other(adapters, with_adapters
 def test_an_adapter_that_changes_nothing_answers_as_the_model_below_it(adapters, with_adapters):
     base, requests = tiny_llama(seed=1), [ask(prompt(i, 3 + i), temperature=0.0) for i in range(4)]
 
-    async def scenario(engine: HttpEngine) -> list[Generation]:
+    async def scenario(engine: ServerEngine) -> list[Generation]:
         return await asyncio.gather(*map(engine.generate, requests))
 
     for request, answer in zip(requests, with_adapters(scenario), strict=True):
@@ -153,7 +171,7 @@ def test_an_adapter_that_changes_nothing_answers_as_the_model_below_it(adapters,
 def test_a_load_in_flight_splits_every_generation_where_the_adapter_changed(adapters, with_adapters):
     requests = [ask(prompt(30 + i, 5 + 3 * i), seed=i, max_new_tokens=LONG) for i in range(4)]
 
-    async def scenario(engine: HttpEngine) -> list[Generation]:
+    async def scenario(engine: ServerEngine) -> list[Generation]:
         for delay_s in DELAYS_S:
             await engine.load(adapters.versions[0])
             tasks = [asyncio.create_task(engine.generate(again(request))) for request in requests]
@@ -180,11 +198,11 @@ def test_a_load_in_flight_splits_every_generation_where_the_adapter_changed(adap
 
 
 def test_a_prefix_is_shared_within_a_version_and_never_across_a_load(adapters, with_adapters):
-    async def scenario(engine: HttpEngine) -> tuple[float, list[float]]:
+    async def scenario(engine: ServerEngine) -> tuple[float, list[float]]:
         async def hits_of(request: Request, version: int) -> float:
-            before = await num_hits(adapters.url)
+            before = await num_hits(engine, adapters.url)
             assert_from(adapters, version, request, await engine.generate(request))
-            return await num_hits(adapters.url) - before
+            return await num_hits(engine, adapters.url) - before
 
         await engine.generate(ask(prompt(40, 200)))
         within, across = await hits_of(ask(prompt(40, 200), seed=2), 0), []
@@ -206,8 +224,9 @@ async def names_at(url: str) -> list[str]:
         await server.close()
 
 
+@BEHIND_HTTP
 def test_one_adapter_replaces_the_other_and_the_last_leaves_with_its_worker(adapters, with_adapters, tmp_path):
-    async def scenario(engine: HttpEngine) -> None:
+    async def scenario(engine: ServerEngine) -> None:
         for version in (*adapters.versions, *adapters.versions):
             await engine.load(version)
             _, *ours = await names_at(adapters.url)
@@ -219,6 +238,7 @@ def test_one_adapter_replaces_the_other_and_the_last_leaves_with_its_worker(adap
     assert not (tmp_path / "adapters").exists()
 
 
+@BEHIND_HTTP
 def test_what_a_killed_worker_left_is_cleared_away_by_the_next(adapters, with_adapters, tmp_path):
     async def killed() -> list[str]:
         engine = await adapters.attach(tmp_path / "adapters")
@@ -231,7 +251,7 @@ def test_what_a_killed_worker_left_is_cleared_away_by_the_next(adapters, with_ad
     (left,) = (tmp_path / "adapters").iterdir()
     request = ask(prompt(41))
 
-    async def scenario(engine: HttpEngine) -> Generation:
+    async def scenario(engine: ServerEngine) -> Generation:
         assert len(await names_at(adapters.url)) == 2
         assert not left.exists()
         return await engine.generate(request)
@@ -243,7 +263,7 @@ def test_a_version_that_is_deleted_while_it_is_served_goes_on_answering(adapters
     path = shutil.copytree(adapters.versions[1].path, tmp_path / "version")
     doomed, request = replace(adapters.versions[1], path=path), ask(prompt(42, 30))
 
-    async def scenario(engine: HttpEngine) -> Generation:
+    async def scenario(engine: ServerEngine) -> Generation:
         await engine.load(doomed)
         shutil.rmtree(path)
         return await engine.generate(request)
@@ -257,7 +277,7 @@ def test_an_adapter_that_the_server_refuses_leaves_the_one_before_it(adapters, w
     empty = Version(4, step=4, parent=3, digest="4", path=tmp_path)
     running, request = ask(prompt(43), max_new_tokens=400), ask(prompt(44))
 
-    async def scenario(engine: HttpEngine) -> tuple[Generation, Generation]:
+    async def scenario(engine: ServerEngine) -> tuple[Generation, Generation]:
         task = asyncio.create_task(engine.generate(running))
         with pytest.raises(EngineError, match=r"rank 32"):
             await engine.load(large)
@@ -274,8 +294,9 @@ def test_an_adapter_that_the_server_refuses_leaves_the_one_before_it(adapters, w
     assert_from(adapters, 0, request, second)
 
 
+@BEHIND_HTTP
 def test_an_adapter_that_someone_else_took_away_ends_the_engine_and_is_named(adapters, with_adapters):
-    async def scenario(engine: HttpEngine) -> None:
+    async def scenario(engine: ServerEngine) -> None:
         other, (_, ours) = Server(adapters.url), await names_at(adapters.url)
         await other.send("/v1/unload_lora_adapter", {"lora_name": ours})
         await other.close()
@@ -290,7 +311,7 @@ def test_an_adapter_that_someone_else_took_away_ends_the_engine_and_is_named(ada
 def test_keys_and_values_can_be_computed_anew_and_cannot_be_kept(adapters, with_adapters):
     anew, kept = replace(ask(prompt(46, 40)), kv=KvMode.REFILL), replace(ask(prompt(46)), kv=KvMode.STALE, kv_lag=1)
 
-    async def scenario(engine: HttpEngine) -> Generation:
+    async def scenario(engine: ServerEngine) -> Generation:
         with pytest.raises(EngineError, match=r"kv = stale: .* supports "):
             await engine.generate(kept)
         return await engine.generate(anew)
@@ -301,7 +322,7 @@ def test_keys_and_values_can_be_computed_anew_and_cannot_be_kept(adapters, with_
 def test_a_partial_is_carried_on_under_the_next_adapter(adapters, with_adapters):
     first = ask(prompt(47), seed=4, max_new_tokens=20)
 
-    async def scenario(engine: HttpEngine) -> tuple[Request, Generation]:
+    async def scenario(engine: ServerEngine) -> tuple[Request, Generation]:
         prefix = tokens_of(await engine.generate(first))
         await engine.load(adapters.versions[1])
         rest = ask(np.concatenate([first.tokens, prefix]), seed=4, position=20, max_new_tokens=20)

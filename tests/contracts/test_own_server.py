@@ -16,10 +16,9 @@ from engine_servers import SERVERS, own_server
 from served_engine import forward_logprobs, tiny_llama
 from test_engine_contract import ask, prompt
 
-from offbeat.engines.http_calls import Server
-from offbeat.engines.http_engine import HttpEngine
 from offbeat.engines.protocol import EngineDied, Generation, Version
-from offbeat.engines.vllm.api import VllmDialect
+from offbeat.engines.server_engine import ServerEngine
+from offbeat.engines.vllm.direct import Channel, DirectDialect
 
 pytestmark = pytest.mark.timeout(900)  # a busy machine takes minutes to start a server
 PYTHON = os.environ.get(SERVERS["vllm"][1])
@@ -34,7 +33,7 @@ def server(tmp_path_factory):
         pytest.skip("make test-engines has a vLLM")
     tmp_path = tmp_path_factory.mktemp("server")
     tiny_llama(seed=1, tied=True).save_pretrained(tmp_path / "model")
-    with own_server("vllm", PYTHON, tmp_path / "model", tmp_path / "engine.log") as (url, server):
+    with own_server("direct", PYTHON, tmp_path / "model", tmp_path / "engine.log") as (url, server):
         yield url, server, Version(0, step=0, parent=None, digest="0", path=tmp_path / "model")
 
 
@@ -69,7 +68,7 @@ def test_an_output_layer_that_shares_the_embeddings_weights_follows_them(server,
     request = ask(prompt(1, 20), temperature=1.0)
 
     async def scenario() -> Generation:
-        engine = await HttpEngine.attach(VllmDialect(Server(url)), worker="w", num_slots=16)
+        engine = await ServerEngine.attach(DirectDialect(Channel(url)), worker="w", num_slots=16)
         await engine.load(first)
         await engine.load(second)
         try:
@@ -86,7 +85,7 @@ def test_prompts_that_fit_into_no_one_step_together_are_answered_as_each_alone(s
     asked = [ask(prompt(i, 900), seed=i, temperature=1.0, max_new_tokens=8) for i in range(16)]
 
     async def scenario() -> tuple[list[Generation], list[Generation]]:
-        engine = await HttpEngine.attach(VllmDialect(Server(url)), worker="w", num_slots=16)
+        engine = await ServerEngine.attach(DirectDialect(Channel(url)), worker="w", num_slots=16)
         await engine.load(version)
         try:
             together = await asyncio.gather(*map(engine.generate, asked))
@@ -104,7 +103,7 @@ def test_a_server_that_stands_still_is_dead_after_a_while(server):
     url, process, version = server
 
     async def scenario() -> None:
-        engine = await HttpEngine.attach(VllmDialect(Server(url)), worker="w", num_slots=16)
+        engine = await ServerEngine.attach(DirectDialect(Channel(url)), worker="w", num_slots=16)
         await engine.load(version)
         running = asyncio.create_task(engine.generate(ask(prompt(1), max_new_tokens=1500)))
         await asyncio.sleep(0.5)
@@ -123,7 +122,7 @@ def test_a_server_that_is_killed_mid_request_ends_every_call_in_time_and_by_name
     url, process, version = server
 
     async def scenario() -> float:
-        engine = await HttpEngine.attach(VllmDialect(Server(url)), worker="w", num_slots=16)
+        engine = await ServerEngine.attach(DirectDialect(Channel(url)), worker="w", num_slots=16)
         await engine.load(version)
         running = [asyncio.create_task(engine.generate(ask(prompt(i), max_new_tokens=1500))) for i in range(4)]
         await asyncio.sleep(0.5)

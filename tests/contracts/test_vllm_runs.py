@@ -85,7 +85,7 @@ def kill_server(place: str) -> None:
             words = (entry / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"vllm.entrypoints.openai.api_server" in words and place.encode() in words and b"-S" not in words:
+        if b"offbeat_vllm_process" in words and place.encode() in words and b"-S" not in words:
             os.killpg(os.getpgid(int(entry.name)), signal.SIGKILL)
             return
     raise AssertionError(f"no server at {place}")

@@ -1,5 +1,5 @@
-"""The page about engines is true: servers are started as a worker starts its own, and a worker that is to attach to one
-joins as told and waits for it. What needs a real server is in tests/contracts."""
+"""The page about engines is true: servers are started as those of the contract tests, and a worker that is to attach to
+one joins as told and waits for it. What needs a real server is in tests/contracts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import pytest
 from doc_reader import ROOT, blocks, commands
 from terminals import SMALL, Terminals
 
+from benchmarks.common.vllm_http import http_command, http_environment
 from offbeat.config import load
 from offbeat.config.schema import Config
-from offbeat.engines.process.commands import EngineMachine, command, environment
+from offbeat.engines.process.commands import EngineMachine, command
 from offbeat.engines.sglang.api import LAUNCHER
 from offbeat.engines.vllm.lora import RANKS
 
@@ -34,14 +35,16 @@ def options(words: list[str]) -> set[tuple[str, ...]]:
     return {(word,) if value.startswith("--") else (word, value) for word, value in pairs if word.startswith("--")}
 
 
-def started_by_a_worker(engine: str) -> list[str]:
+def contract_command(engine: str) -> list[str]:
+    """The command of the contract tests' server."""
     config = load(None, [f"--rollout.engine={engine}", "--rollout.workers=1"])
-    return command(config, EngineMachine("python", 1, 0.85), PORT)
+    machine = EngineMachine("python", 1, 0.85)
+    return http_command(config, machine, PORT) if engine == "vllm" else command(config, machine, PORT)
 
 
 @pytest.mark.parametrize("engine, words", [("vllm", VLLM), ("sglang", SGLANG)])
-def test_a_server_to_attach_to_is_started_with_what_a_worker_starts_its_own_with(engine: str, words: list[str]):
-    own = started_by_a_worker(engine)
+def test_a_server_to_attach_to_is_started_with_what_was_tested(engine: str, words: list[str]):
+    own = contract_command(engine)
     shown = {option for option in options(words) if option[0] not in OWN_CHOICE}
     if engine == "vllm":
         assert "--tokens-only" in own  # which brings the same calls, and takes away those for text
@@ -53,12 +56,12 @@ def test_a_server_to_attach_to_is_started_with_what_a_worker_starts_its_own_with
     assert len(shown) >= 4
 
 
-def test_the_environment_of_vllm_is_the_one_that_a_worker_gives_its_own():
+def test_the_environment_of_vllm_is_the_one_that_was_tested():
     name, value = VLLM[0].split("=")
     config = load(None, ["--rollout.engine=vllm", "--rollout.workers=1"])
-    assert environment(config, {})[name] == value
+    assert http_environment(config)[name] == value
     told = re.findall(r"`(VLLM_\w+)=(\w+)`", PAGE.read_text())
-    own = environment(config, {}) | environment(with_adapters(), {})
+    own = http_environment(config) | http_environment(with_adapters())
     assert {(name, own.get(name)) for name, _ in told} == set(told)
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from offbeat.engines.dialect import Chunk, Span
-from offbeat.engines.http_engine import ActiveRequest, LoadedVersion
 from offbeat.engines.protocol import EngineDied, EngineError, KvMode, Request
+from offbeat.engines.server_engine import ActiveRequest, LoadedVersion
 from offbeat.trajectory import Sampling
 
 PROMPT = np.arange(1, 6)

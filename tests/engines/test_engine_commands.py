@@ -14,7 +14,7 @@ from offbeat.engines.process.commands import EngineMachine, command, environment
 from offbeat.errors import UserError
 from offbeat.model.loading import TINY_FOLDER
 
-SOCKET, PORT = ("--uds", "/private/engine"), ("--host", "127.0.0.1", "--port", "8123")
+SOCKET, PORT = ("--socket", "/private/engine"), ("--host", "127.0.0.1", "--port", "8123")
 CPU, GPU = EngineMachine("/env/bin/python", 0, 0.5), EngineMachine("/env/bin/python", 2, 0.5)
 
 
@@ -30,10 +30,9 @@ def options(words: list[str]) -> dict[str, str]:
 
 def test_vllm_listens_at_a_socket_and_takes_tokens_alone():
     words = command(configured(rollout__slots=24, rollout__max_new_tokens=100, run__seed=7), CPU, SOCKET)
-    assert words[:3] == ["/env/bin/python", "-m", "vllm.entrypoints.openai.api_server"]
+    assert words[:3] == ["/env/bin/python", "-m", "offbeat_vllm_process"]
     assert options(words) == {
         "--model": str(TINY_FOLDER),
-        "--served-model-name": "offbeat",
         "--worker-extension-cls": "offbeat_in_vllm.Extension",
         "--dtype": "float32",
         "--max-model-len": "164",
@@ -43,10 +42,9 @@ def test_vllm_listens_at_a_socket_and_takes_tokens_alone():
         "--stream-interval": "32",
         "--generation-config": "vllm",
         "--seed": "7",
-        "--tokens-only": "",
-        "--disable-uvicorn-access-log": "",
+        "--skip-tokenizer-init": "",
         "--no-enable-chunked-prefill": "",
-        "--uds": "/private/engine",
+        "--socket": "/private/engine",
     }
 
 

@@ -1,4 +1,4 @@
-"""What a worker does about its engine's server: a real process that only answers /health, and so is no vLLM."""
+"""What a worker does about its engine's process: a real one that only answers that it is up, and so is no vLLM."""
 
 import asyncio
 import os
@@ -17,7 +17,8 @@ from offbeat.engines.process.lifecycle import ServerEngines
 from offbeat.engines.protocol import EngineDied
 from offbeat.errors import UserError
 
-NO_VLLM = "/version: the server answered with status 404"
+NO_VLLM = "facts: it is no vLLM"
+NO_VLLM_BEHIND_HTTP = "/version: the server answered with status 404"
 
 
 def stand_in_for_python(folder: Path) -> str:
@@ -136,7 +137,7 @@ def test_a_server_of_someone_else_is_waited_for_told_of_once_and_left_alone(tmp_
             words = (sys.executable, str(SUPPORT / "standin_server.py"), "--port", str(port))
             server = await asyncio.create_subprocess_exec(*words, stdout=output)
         try:
-            with pytest.raises(UserError, match=NO_VLLM):
+            with pytest.raises(UserError, match=NO_VLLM_BEHIND_HTTP):
                 await asyncio.wait_for(opening, 60)
             await engines.dispose(EngineDied("it hangs"))
             await engines.close()

@@ -14,8 +14,8 @@ from served_scenes import begin, play, request, version
 
 from benchmarks.common.clock import in_modelled_time, now_s
 from offbeat.engines.dialect import Call, Chunk
-from offbeat.engines.http_engine import Meter
 from offbeat.engines.protocol import EngineMetrics, Generation, KvMode, Request
+from offbeat.engines.server_engine import Meter
 from offbeat.rules.step_time import Timing
 from offbeat.testing.paced import PacedEngine
 from offbeat.trajectory import Sampling

@@ -17,10 +17,11 @@ from aiohttp import web
 from living import is_alive
 from support_files import SUPPORT
 
+from benchmarks.common.vllm_http import http_endpoint
 from offbeat.engines.http_calls import Server, ServerRefused
 from offbeat.engines.process import endpoints
 from offbeat.engines.process import guard as engine_guard
-from offbeat.engines.process.endpoints import port_endpoint, socket_endpoint
+from offbeat.engines.process.endpoints import port_endpoint
 from offbeat.engines.process.server import EngineServer, ServerEnded, error_line
 from offbeat.engines.sglang.api import INSIDE_FOLDER, LAUNCHER
 from offbeat.errors import UserError
@@ -37,9 +38,7 @@ def in_a_loop(test):
     return run
 
 
-def server_in(
-    folder: Path, *words: str, start_within_s: float = WITHIN_S, new_endpoint=socket_endpoint
-) -> EngineServer:
+def server_in(folder: Path, *words: str, start_within_s: float = WITHIN_S, new_endpoint=http_endpoint) -> EngineServer:
     def command(listen: Sequence[str]) -> list[str]:
         return [sys.executable, str(SUPPORT / "standin_server.py"), *listen, *words]
 
@@ -113,7 +112,7 @@ async def test_only_what_the_last_start_printed_is_quoted(tmp_path):
 async def test_a_program_that_is_not_there_is_told_as_such(tmp_path):
     log, lock = tmp_path / "engine.log", tmp_path / "lock"
     server = EngineServer(
-        "x", lambda listen: ["/no/such"], {}, new_endpoint=socket_endpoint, log=log, lock=lock, start_within_s=WITHIN_S
+        "x", lambda listen: ["/no/such"], {}, new_endpoint=http_endpoint, log=log, lock=lock, start_within_s=WITHIN_S
     )
     with pytest.raises(ServerEnded, match=r"status 127: /no/such: No such file or directory"):
         await server.start()

@@ -5,11 +5,9 @@ import asyncio
 import pytest
 from test_engine_commands import CPU, GPU, configured, options
 
-from offbeat.engines.process.commands import command, environment, uses_ipc
+from offbeat.engines.process.commands import command, uses_ipc
 from offbeat.engines.process.lifecycle import ServerEngines
 from offbeat.errors import UserError
-
-ALLOW = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 
 def test_a_server_is_started_for_adapters_of_the_runs_rank():
@@ -17,13 +15,10 @@ def test_a_server_is_started_for_adapters_of_the_runs_rank():
     told = options(command(config, GPU, ()))
     assert told["--enable-lora"] == ""
     assert (told["--max-lora-rank"], told["--max-loras"], told["--max-cpu-loras"]) == ("16", "1", "2")
-    assert environment(config, {})[ALLOW] == "1"
 
 
 def test_without_adapters_a_server_takes_none():
-    config = configured()
-    assert not [word for word in command(config, GPU, ()) if "lora" in word]
-    assert ALLOW not in environment(config, {})
+    assert not [word for word in command(configured(), GPU, ()) if "lora" in word]
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 from scripted_server import ScriptedServer
 from served_scenes import AWAY, PROMPT, assert_is_true, begin, play, request, version
 
-from offbeat.engines.http_engine import HttpEngine
 from offbeat.engines.protocol import Finish, Generation, Request
+from offbeat.engines.server_engine import ServerEngine
 
 NUM_TOKENS = 10
 LAST = len(PROMPT) + NUM_TOKENS - 1
@@ -21,15 +21,15 @@ def asked(name: str, **sampling: object) -> Request:
     return Request(wanted.id, wanted.tokens, wanted.seed, msgspec.structs.replace(wanted.sampling, **sampling))
 
 
-async def load(engine: HttpEngine, server: ScriptedServer) -> None:
+async def load(engine: ServerEngine, server: ScriptedServer) -> None:
     await engine.load(version(2))
 
 
-async def abort(engine: HttpEngine, server: ScriptedServer) -> None:
+async def abort(engine: ServerEngine, server: ScriptedServer) -> None:
     await engine.abort()
 
 
-async def drop(engine: HttpEngine, server: ScriptedServer) -> None:
+async def drop(engine: ServerEngine, server: ScriptedServer) -> None:
     server.drop("a", AWAY)
 
 
@@ -43,7 +43,7 @@ async def drop(engine: HttpEngine, server: ScriptedServer) -> None:
     ],
 )
 def test_a_request_that_is_cut_off_after_its_last_token_ends_as_it_would_have(cut, sampling, finish):
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         (answer,) = await begin(engine, server, asked("a", **sampling))
         await server.sample("a", NUM_TOKENS)
         await cut(engine, server)
@@ -56,7 +56,7 @@ def test_a_request_that_is_cut_off_after_its_last_token_ends_as_it_would_have(cu
 
 
 def test_one_that_is_cut_off_a_token_earlier_is_carried_on():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         (answer,) = await begin(engine, server, asked("a", max_new_tokens=NUM_TOKENS))
         await server.sample("a", NUM_TOKENS - 1)
         await engine.load(version(2))
@@ -73,7 +73,7 @@ def test_one_that_is_cut_off_a_token_earlier_is_carried_on():
 
 
 def test_one_whose_server_does_not_say_in_time_what_its_weights_are_called_is_over_once_it_does():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         (answer,) = await begin(engine, server, asked("a", max_new_tokens=NUM_TOKENS))
         await server.sample("a", NUM_TOKENS)
         server.fail("label", AWAY)

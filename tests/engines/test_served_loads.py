@@ -9,12 +9,12 @@ from scripted_server import ScriptedServer
 from served_scenes import AWAY, assert_is_true, begin, play, request, version
 
 from benchmarks.common.clock import now_s
-from offbeat.engines.http_engine import ABORTED_PAUSE_S, CHECK_EVERY_S, HttpEngine
 from offbeat.engines.protocol import EngineDied, EngineError, Finish, KvMode
+from offbeat.engines.server_engine import ABORTED_PAUSE_S, CHECK_EVERY_S, ServerEngine
 
 
 def test_a_load_stages_while_tokens_come_and_changes_weights_while_none_do():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         (answer,) = await begin(engine, server, "a")
         staged, loaded = server.hold("stage"), server.hold("load")
         loading = asyncio.create_task(engine.load(version(2)))
@@ -46,7 +46,7 @@ def test_a_load_stages_while_tokens_come_and_changes_weights_while_none_do():
 
 
 def test_kept_and_forgotten_kv_do_not_mix_who_may_not_keep_it_is_moved_and_who_may_stays():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         stale = {"stays": 1, "far": 0, "new": 1}
         requests = [request("same"), *(request(name, KvMode.STALE, kv_lag) for name, kv_lag in stale.items())]
         answers = await begin(engine, server, *requests)
@@ -71,7 +71,7 @@ def test_kept_and_forgotten_kv_do_not_mix_who_may_not_keep_it_is_moved_and_who_m
 
 
 def test_where_kv_lags_too_far_to_be_kept_all_of_it_is_forgotten_and_nobody_moves():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         same, stale = await begin(engine, server, request("a"), request("b", KvMode.STALE, kv_lag=1))
         for number in (2, 3):
             for name in "ab":
@@ -91,7 +91,7 @@ def test_where_kv_lags_too_far_to_be_kept_all_of_it_is_forgotten_and_nobody_move
 
 @pytest.mark.parametrize("has_labels", [True, False])
 def test_where_answers_do_not_tell_the_weights_every_request_leaves_for_a_load_and_is_carried_on(has_labels):
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         answers = await begin(engine, server, "a", "b")
         await server.sample("a", 2)
         ended = server.hold("pause")
@@ -114,7 +114,7 @@ def test_where_answers_do_not_tell_the_weights_every_request_leaves_for_a_load_a
 
 
 def test_after_a_move_an_abort_that_nobody_asked_for_is_one_again():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         (answer,) = await begin(engine, server, "a")
         await engine.load(version(2))
         await server.until_again("a", 2)
@@ -128,7 +128,7 @@ def test_after_a_move_an_abort_that_nobody_asked_for_is_one_again():
 
 
 def test_what_is_aborted_while_it_moves_ends_with_what_it_has():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         (answer,) = await begin(engine, server, "a")
         await server.sample("a", 2)
         moves = server.hold("abort")
@@ -145,7 +145,7 @@ def test_what_is_aborted_while_it_moves_ends_with_what_it_has():
 
 
 def test_loads_come_one_after_the_other_and_no_two_share_a_label_or_a_prefix():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         labels, salts = [], []
         for _ in range(2):
             await engine.load(version(1))
@@ -167,7 +167,7 @@ def test_loads_come_one_after_the_other_and_no_two_share_a_label_or_a_prefix():
 
 
 def test_a_version_that_cannot_be_staged_is_refused_and_the_one_before_is_served_on():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         (answer,) = await begin(engine, server, "a")
         server.fail("stage", EngineError("version 2: cannot be read"))
         with pytest.raises(EngineError, match=r"^version 2: cannot be read") as e:
@@ -182,7 +182,7 @@ def test_a_version_that_cannot_be_staged_is_refused_and_the_one_before_is_served
 
 
 def test_a_server_that_is_away_while_a_version_is_staged_is_dead():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         server.fail("stage", AWAY)
         with pytest.raises(EngineDied, match=r"^engine w \(scripted 1.0\): the line is down"):
             await engine.load(version(2))
@@ -192,7 +192,7 @@ def test_a_server_that_is_away_while_a_version_is_staged_is_dead():
 
 
 def test_an_engine_that_died_while_a_version_was_staged_leaves_its_server_to_the_next_one():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         (answer,) = await begin(engine, server, "a")
         staged = server.hold("stage")
         loading = asyncio.create_task(engine.load(version(2)))
@@ -209,7 +209,7 @@ def test_an_engine_that_died_while_a_version_was_staged_leaves_its_server_to_the
 
 @pytest.mark.parametrize("step", ["pause", "load", "label", "resume"])
 def test_a_load_that_fails_ends_the_engine_by_name_and_the_server_is_resumed_all_the_same(step):
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         (answer,) = await begin(engine, server, "a")
         server.fail(step, AWAY)
         for call in (engine.load(version(2)), answer, engine.generate(request("b")), engine.abort()):
@@ -226,7 +226,7 @@ def test_a_load_that_fails_ends_the_engine_by_name_and_the_server_is_resumed_all
 
 
 def test_a_load_that_is_cut_short_ends_the_engine():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         server.hold("label")
         loading = asyncio.create_task(engine.load(version(2)))
         await server.until(lambda: server.number == 2)
@@ -241,7 +241,7 @@ def test_a_load_that_is_cut_short_ends_the_engine():
 
 
 def test_weights_that_are_not_called_as_they_were_loaded_are_refused_and_never_served():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         opened = server.hold("resume")
         server.takes_labels = False
         loading = asyncio.create_task(engine.load(version(2)))
@@ -255,7 +255,7 @@ def test_weights_that_are_not_called_as_they_were_loaded_are_refused_and_never_s
 
 
 def test_a_label_that_changed_under_a_request_is_found_before_its_tokens_are_given_out():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         (answer,) = await begin(engine, server, "a")
         await server.sample("a", 2)
         server.name = "theirs"
@@ -269,7 +269,7 @@ def test_a_label_that_changed_under_a_request_is_found_before_its_tokens_are_giv
 
 
 def test_tokens_of_weights_that_nobody_here_loaded_end_every_request():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         answer, other = await begin(engine, server, "a", "b")
         server.name = "theirs"
         await server.sample("a", 2)

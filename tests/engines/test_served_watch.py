@@ -10,22 +10,22 @@ from served_scenes import AWAY, assert_is_true, begin, play, request, version
 
 from benchmarks.common.clock import now_s
 from offbeat.engines.http_calls import ServerAway
-from offbeat.engines.http_engine import (
+from offbeat.engines.protocol import EngineDied, Finish
+from offbeat.engines.server_engine import (
     ABORTED_PAUSE_S,
     CHECK_AGAIN_S,
     CHECK_EVERY_S,
     DEAD_AFTER_S,
     MAX_BREAKS,
     STUCK_AFTER_S,
-    HttpEngine,
+    ServerEngine,
 )
-from offbeat.engines.protocol import EngineDied, Finish
 
 NOBODY = ServerAway("nobody listens", is_refused=True)
 
 
 def test_a_server_that_does_not_answer_for_a_while_is_sent_nothing_and_used_again_when_it_does():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         (answer,) = await begin(engine, server, "a")
         await server.sample("a", 2)
         server.trouble = AWAY
@@ -50,7 +50,7 @@ def test_a_server_that_does_not_answer_for_a_while_is_sent_nothing_and_used_agai
 
 
 def test_a_server_that_does_not_answer_for_long_is_dead_and_all_who_wait_are_told_which_it_was():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         inside, broken = await begin(engine, server, "a", "b")
         server.trouble = AWAY
         server.drop("b", AWAY)
@@ -72,7 +72,7 @@ def test_a_server_that_does_not_answer_for_long_is_dead_and_all_who_wait_are_tol
 
 
 def test_a_server_where_nobody_listens_is_dead_at_once_though_somebody_may_listen_a_moment_later():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         (answer,) = await begin(engine, server, "a")
         server.drop("a", NOBODY)
         with pytest.raises(EngineDied, match="it was dead and is back, with weights of unknown age"):
@@ -83,7 +83,7 @@ def test_a_server_where_nobody_listens_is_dead_at_once_though_somebody_may_liste
 
 
 def test_an_abort_that_nobody_asked_for_by_a_server_that_ends_is_the_servers_death():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         (answer,) = await begin(engine, server, "a")
         server.end("a", Finish.ABORT)
         await asyncio.sleep(ABORTED_PAUSE_S / 2)
@@ -96,7 +96,7 @@ def test_an_abort_that_nobody_asked_for_by_a_server_that_ends_is_the_servers_dea
 
 
 def test_the_last_line_that_a_request_may_lose_to_a_server_that_dies_is_the_servers_death():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         (answer,) = await begin(engine, server, "a")
         for num_tries in range(1, MAX_BREAKS + 1):
             await server.until_again("a", num_tries)
@@ -109,7 +109,7 @@ def test_the_last_line_that_a_request_may_lose_to_a_server_that_dies_is_the_serv
 
 
 def test_an_idle_server_that_is_gone_is_found_out_by_looking():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         await asyncio.sleep(10 * CHECK_EVERY_S + 1)
         assert 9 <= server.num_checks <= 11
         server.trouble = NOBODY
@@ -122,7 +122,7 @@ def test_an_idle_server_that_is_gone_is_found_out_by_looking():
 
 @pytest.mark.parametrize("has_labels", [True, False])
 def test_a_server_that_others_started_again_or_gave_other_weights_is_dead(has_labels):
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         (answer,) = await begin(engine, server, "a")
         server.name = "theirs"
         with pytest.raises(EngineDied, match=r"its weights are not those loaded last: .*'theirs'"):
@@ -133,7 +133,7 @@ def test_a_server_that_others_started_again_or_gave_other_weights_is_dead(has_la
 
 
 def test_a_label_that_was_asked_for_before_a_load_and_comes_after_it_says_nothing():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         arrives = server.hold("label")
         num_labels = server.num_labels
         await server.until(lambda: server.num_labels > num_labels)
@@ -148,7 +148,7 @@ def test_a_label_that_was_asked_for_before_a_load_and_comes_after_it_says_nothin
 
 
 def test_a_label_that_comes_in_the_middle_of_a_load_says_nothing():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         checked, named = server.hold("check"), server.hold("label")
         await server.until(lambda: server.num_checks)
         loading = asyncio.create_task(engine.load(version(2)))
@@ -165,7 +165,7 @@ def test_a_label_that_comes_in_the_middle_of_a_load_says_nothing():
 
 
 def test_a_server_is_left_alone_while_it_loads_however_long_that_takes():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         (answer,) = await begin(engine, server, "a")
         loads = server.hold("load")
         loading = asyncio.create_task(engine.load(version(2)))
@@ -183,7 +183,7 @@ def test_a_server_is_left_alone_while_it_loads_however_long_that_takes():
 
 
 def test_a_line_that_breaks_during_a_load_is_taken_up_after_it():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         (answer,) = await begin(engine, server, "a")
         await server.sample("a", 2)
         loads = server.hold("load")
@@ -206,7 +206,7 @@ def test_a_line_that_breaks_during_a_load_is_taken_up_after_it():
 
 
 def test_a_server_where_nobody_listened_during_a_load_has_other_weights_whatever_it_says_after_it():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         (answer,) = await begin(engine, server, "a")
         loads = server.hold("load")
         loading = asyncio.create_task(engine.load(version(2)))
@@ -222,7 +222,7 @@ def test_a_server_where_nobody_listened_during_a_load_has_other_weights_whatever
 
 
 def test_a_server_that_answers_and_samples_nothing_is_stuck():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         await asyncio.sleep(2 * STUCK_AFTER_S)  # with nothing inside there is nothing to sample
         (answer,) = await begin(engine, server, "a")
         for _ in range(3):
@@ -236,7 +236,7 @@ def test_a_server_that_answers_and_samples_nothing_is_stuck():
 
 
 def test_closing_ends_what_runs_with_what_it_has_and_a_second_time_does_nothing():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         (answer,) = await begin(engine, server, "a")
         await server.sample("a", 2)
         await engine.close()
@@ -255,7 +255,7 @@ def test_closing_ends_what_runs_with_what_it_has_and_a_second_time_does_nothing(
 
 
 def test_a_dead_engine_is_closed_without_asking_its_server_anything():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         server.fail("load", AWAY)
         with pytest.raises(EngineDied):
             await engine.load(version(2))
@@ -267,7 +267,7 @@ def test_a_dead_engine_is_closed_without_asking_its_server_anything():
 
 
 def test_a_server_that_dies_while_it_is_closed_keeps_nobody():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         (answer,) = await begin(engine, server, "a")
         server.fail("abort", AWAY)
         await engine.close()

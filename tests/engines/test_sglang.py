@@ -16,8 +16,8 @@ from recorded_server import playing, recording
 
 from offbeat.engines.dialect import Call, Chunk, Facts, Span
 from offbeat.engines.http_calls import Server, ServerRefused
-from offbeat.engines.http_engine import HttpEngine
 from offbeat.engines.protocol import EngineError, Finish, KvMode, Request
+from offbeat.engines.server_engine import ServerEngine
 from offbeat.engines.sglang import api
 from offbeat.engines.sglang.api import SglangDialect
 from offbeat.trajectory import Sampling
@@ -301,7 +301,7 @@ def test_a_server_is_asked_for_a_token_to_see_whether_it_is_well():
 
 def test_an_engine_loads_a_version_and_generates_from_it():
     async def scenario(dialect: SglangDialect) -> None:
-        engine = await HttpEngine.attach(dialect, worker="w", num_slots=4)
+        engine = await ServerEngine.attach(dialect, worker="w", num_slots=4)
         try:
             await engine.load(VERSION)
             request = Request("r", np.array([5, 6, 7]), seed=3, sampling=CALL.sampling)

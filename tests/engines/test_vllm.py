@@ -4,7 +4,6 @@ that vLLM 0.26 and 0.32 were seen to use; what a real server does with the same 
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -115,7 +114,7 @@ def test_a_tied_output_layer_on_a_cpu_is_packed_again_where_the_server_has_our_m
     reload = {"method": "reload_weights", "kwargs": {"weights_path": "<linked>"}}
     exchanges = server(UNLABELLED, parallel_config={"worker_extension_cls": EXTENSION}, **ON_CPU)
     exchanges.append({"asked": "POST /collective_rpc", "body": reload, "json": {"results": [None]}})
-    packed = {"method": "offbeat_pack_head"}
+    packed = {"method": "offbeat_pack_head", "kwargs": {}}
     exchanges.append({"asked": "POST /collective_rpc", "body": packed, "json": {"results": [True]}})
 
     async def scenario(dialect: VllmDialect) -> None:
@@ -183,19 +182,18 @@ def test_a_version_that_is_deleted_after_it_was_staged_is_read_all_the_same(tmp_
     Path("7/model.safetensors").write_bytes(b"weights")
     version, read = Version(7, step=7, parent=None, digest="d", path=Path("7")), []
 
-    class Reading(Server):
-        async def post(self, path: str, body: Any = None, *, within_s: float = 0, **query: str) -> None:
-            folder = Path(json.loads(json.dumps(body))["kwargs"]["weights_path"])
-            read.append((folder.is_absolute(), (folder / "model.safetensors").read_bytes()))
+    async def call(method: str, /, **arguments: str) -> None:
+        folder = Path(arguments["weights_path"])
+        read.append((method, folder.is_absolute(), (folder / "model.safetensors").read_bytes()))
 
     async def scenario() -> None:
         transfer = FromPath()
         await transfer.stage(version)
         shutil.rmtree("7")
-        await transfer.load(Reading("http://127.0.0.1:1"), version)
+        await transfer.load(call, version)
 
     asyncio.run(scenario())
-    assert read == [(True, b"weights")]
+    assert read == [("reload_weights", True, b"weights")]
     assert list(tmp_path.iterdir()) == []
 
 

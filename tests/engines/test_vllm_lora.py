@@ -17,8 +17,8 @@ from test_vllm import LABELLED, UNLABELLED, event, server
 
 from offbeat.engines.dialect import Call, Chunk, Facts
 from offbeat.engines.http_calls import Server
-from offbeat.engines.http_engine import HttpEngine
 from offbeat.engines.protocol import EngineDied, EngineError, KvMode
+from offbeat.engines.server_engine import ServerEngine
 from offbeat.engines.vllm.api import GENERATE
 from offbeat.engines.vllm.lora import ALLOW, LOAD, OURS, RANKS, UNLOAD, LoraDialect, server_rank
 from offbeat.trajectory import Sampling
@@ -155,7 +155,9 @@ def test_a_call_names_the_adapter_that_was_loaded_last_and_the_one_before_is_gon
             await dialect.stage(version)
             shutil.rmtree(version.path)  # its files are kept by names of our own
             await dialect.load(version, label)
-            seen.extend(sorted(path.read_text() for path in folder.iterdir()) for folder in dialect.folder.iterdir())
+            seen.extend(
+                sorted(path.read_text() for path in folder.iterdir()) for folder in dialect.adapters.folder.iterdir()
+            )
             chunks += [chunk async for chunk in dialect.generate(call_for(label))]
         return chunks
 
@@ -211,7 +213,7 @@ def test_an_adapter_that_is_refused_or_not_there_leaves_no_files(tmp_path):
             EngineError, match=r"version 8: its adapter cannot be read from .*adapter_config.json: No such"
         ):
             await dialect.stage(bare)
-        assert list(dialect.folder.iterdir()) == []
+        assert list(dialect.adapters.folder.iterdir()) == []
 
     play([*rooted(READY, tmp_path), LOADED | {"status": 500, "json": refused}], scenario, tmp_path)
 
@@ -222,7 +224,7 @@ def test_a_server_that_is_gone_when_an_adapter_comes_is_dead(tmp_path):
     async def scenario() -> None:
         async with playing(rooted(READY, tmp_path)) as url:
             dialect = LoraDialect(Server(url), rank=12, model="m", base=tmp_path, folder=tmp_path / "adapters")
-            engine = await HttpEngine.attach(dialect, worker="w", num_slots=4)
+            engine = await ServerEngine.attach(dialect, worker="w", num_slots=4)
         with pytest.raises(EngineDied, match=rf"engine w .*{url}{LOAD}"):
             await engine.load(version)
         with pytest.raises(EngineDied, match=url):
@@ -246,7 +248,7 @@ def test_one_that_was_staged_and_never_loaded_makes_room_for_the_next(tmp_path):
         await dialect.probe()
         for version in (first, second):
             await dialect.stage(version)
-            (folder,) = dialect.folder.iterdir()
+            (folder,) = dialect.adapters.folder.iterdir()
             assert folder.name.startswith(f"{OURS}{version.number}-")
 
     play(exchanges, scenario, tmp_path)
@@ -263,7 +265,7 @@ def test_files_are_copied_where_they_cannot_be_linked(tmp_path, monkeypatch):
     async def scenario(dialect: LoraDialect) -> list[str]:
         await dialect.probe()
         await dialect.stage(version)
-        (folder,) = dialect.folder.iterdir()
+        (folder,) = dialect.adapters.folder.iterdir()
         return sorted(file.read_text() for file in folder.iterdir())
 
     assert play([*rooted(READY, tmp_path), LOADED, UNLOADED], scenario, tmp_path) == [f"{name} of 7" for name in FILES]

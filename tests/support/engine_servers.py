@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.vllm_http import http_command, http_endpoint, http_environment
 from offbeat.config.schema import Config
 from offbeat.engines.dialect import Dialect
 from offbeat.engines.http_calls import Server
@@ -20,10 +21,12 @@ from offbeat.engines.process.endpoints import new_endpoint
 from offbeat.engines.process.server import EngineServer
 from offbeat.engines.sglang.api import SglangDialect
 from offbeat.engines.vllm.api import VllmDialect
+from offbeat.engines.vllm.direct import Channel, DirectDialect
 
 NUM_SLOTS = 16
 START_WITHIN_S = 600.0
 SERVERS = {
+    "direct": ("", "OFFBEAT_VLLM_PYTHON"),
     "vllm": ("OFFBEAT_VLLM_URL", "OFFBEAT_VLLM_PYTHON"),
     "sglang": ("OFFBEAT_SGLANG_URL", "OFFBEAT_SGLANG_PYTHON"),
 }
@@ -44,6 +47,7 @@ class LabelledDialect(VllmDialect):
 
 
 DIALECTS = {
+    "direct": DirectDialect,
     "vllm": VllmDialect,
     "vllm without spans": LabelledDialect,
     "vllm without labels": SpanlessDialect,
@@ -60,13 +64,13 @@ def server_at(url: str) -> Server:
 
 
 def dialect_of(name: str, url: str) -> Dialect:
-    return DIALECTS[name](server_at(url))
+    return DirectDialect(Channel(url)) if name == "direct" else DIALECTS[name](server_at(url))
 
 
 def started(name: str, model: Path) -> Iterator[str]:
     """The URL of a server that serves a model: one that runs already, or one that runs until the tests are over."""
     url_variable, python_variable = SERVERS[name]
-    if url := os.environ.get(url_variable):
+    if url := os.environ.get(url_variable, ""):
         yield url
         return
     with own_server(name, os.environ[python_variable], model) as (url, _):
@@ -77,11 +81,12 @@ def started(name: str, model: Path) -> Iterator[str]:
 def own_server(
     name: str, python: str, model: Path, log: Path | None = None, *, lora_rank: int = 0
 ) -> Iterator[tuple[str, EngineServer]]:
-    """A server as a worker starts it, which runs until this ends."""
+    """A server that runs until this ends, as a worker starts it; by the name "vllm", as a user would (engine.url)."""
+    engine = "vllm" if name == "direct" else name
     config = Config.model_validate(
         {
             "model": {"path": str(model), "dtype": "float32", "lora_rank": lora_rank},
-            "rollout": {"engine": name, "slots": NUM_SLOTS, "max_prompt_tokens": 1024, "max_new_tokens": 1024},
+            "rollout": {"engine": engine, "slots": NUM_SLOTS, "max_prompt_tokens": 1024, "max_new_tokens": 1024},
             "engine": {
                 "python": python,
                 "memory_share": 0.2,
@@ -90,13 +95,14 @@ def own_server(
         }
     )
     with tempfile.TemporaryDirectory() as folder, loop_of_its_own() as run:
-        environment = commands.environment(config, os.environ)
+        is_http = name == "vllm"
+        environment = http_environment(config) if is_http else commands.environment(config, os.environ)
         machine = run(commands.probe_interpreter(config, environment))
         server = EngineServer(
             name,
-            partial(commands.command, config, machine),
+            partial(http_command if is_http else commands.command, config, machine),
             commands.suited(config, environment, machine),
-            new_endpoint=partial(new_endpoint, name),
+            new_endpoint=http_endpoint if is_http else partial(new_endpoint, engine),
             log=log or Path(folder) / "engine.log",
             lock=Path(folder) / "engine.lock",
             start_within_s=START_WITHIN_S,

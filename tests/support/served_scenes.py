@@ -12,14 +12,14 @@ import numpy as np
 from scripted_server import ScriptedServer
 
 from benchmarks.common.clock import in_modelled_time, now_s
-from offbeat.engines import http_engine as served
+from offbeat.engines import server_engine as served
 from offbeat.engines.http_calls import ServerAway
-from offbeat.engines.http_engine import HttpEngine
 from offbeat.engines.protocol import Generation, KvMode, Request
+from offbeat.engines.server_engine import ServerEngine
 from offbeat.trajectory import Sampling
 from offbeat.weights.version import Version
 
-Scenario = Callable[[HttpEngine, ScriptedServer], Awaitable[None]]
+Scenario = Callable[[ServerEngine, ScriptedServer], Awaitable[None]]
 PROMPT = np.arange(5)
 AWAY = ServerAway("the line is down")
 
@@ -29,7 +29,7 @@ def play(scenario: Scenario, *, loads: int | None = 1, **facts: bool) -> None:
 
     async def run() -> None:
         server = ScriptedServer(**facts)
-        engine = await HttpEngine.attach(server, worker="w", num_slots=8)
+        engine = await ServerEngine.attach(server, worker="w", num_slots=8)
         try:
             if loads is not None:
                 await engine.load(version(loads))
@@ -51,7 +51,7 @@ def request(id: str, kv: KvMode = KvMode.SAME, kv_lag: int = 0) -> Request:
     return Request(id, PROMPT, seed=3, sampling=Sampling(max_new_tokens=100), kv=kv, kv_lag=kv_lag)
 
 
-async def begin(engine: HttpEngine, server: ScriptedServer, *wanted: str | Request) -> list[asyncio.Task[Generation]]:
+async def begin(engine: ServerEngine, server: ScriptedServer, *wanted: str | Request) -> list[asyncio.Task[Generation]]:
     """Requests, or those of such names, once all of them are inside the server."""
     requests = [request(each) if isinstance(each, str) else each for each in wanted]
     answers = [asyncio.create_task(engine.generate(each)) for each in requests]

@@ -1,7 +1,7 @@
-"""`Dialect`: the common interface to engines that run as HTTP servers.
+"""`Dialect`: the common interface to engines that run as servers: HTTP servers, or vLLM in a process of ours.
 
 A dialect speaks one server's API and knows its quirks. It remembers what the server reported and which weights it has
-prepared for a load, but no requests. `http_engine` decides when to call the dialect, what happens to running requests
+prepared for a load, but no requests. `server_engine` decides when to call the dialect, what happens to running requests
 at a load, and which version sampled a token.
 """
 
@@ -49,7 +49,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Call:
-    """One HTTP call that generates tokens; a request that continues after a load of weights makes another call."""
+    """One call that generates tokens; a request that continues after a load of weights makes another call."""
 
     id: str
     """Id of the call, unique on this server."""

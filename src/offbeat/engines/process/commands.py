@@ -15,11 +15,11 @@ from offbeat.config.schema import Config
 from offbeat.engines.dialect import STREAM_TOKENS
 from offbeat.engines.sglang.api import INSIDE_FOLDER, LAUNCHER
 from offbeat.engines.vllm.api import EXTENSION, EXTENSION_FOLDER, ON_CPU_FOLDER, WHOLE_PROMPTS
-from offbeat.engines.vllm.lora import ALLOW, NUM_KEPT, RANKS, server_rank
+from offbeat.engines.vllm.direct import MODULE
+from offbeat.engines.vllm.lora import NUM_KEPT, RANKS, server_rank
 from offbeat.errors import UserError
 from offbeat.model.loading import resolve
 
-SERVED_NAME = "offbeat"
 CPU_KV_GB = "2"
 """Default of VLLM_CPU_KVCACHE_SPACE, in GB; vLLM's own default takes much of the memory that the trainer needs."""
 SGLANG_OWN_TOKENS = 6
@@ -104,12 +104,10 @@ def environment(config: Config, ours: Mapping[str, str]) -> dict[str, str]:
     kept = {name: value for name, value in ours.items() if name not in UNWANTED and not name.startswith("OFFBEAT_")}
     # These turn usage reports off.
     kept.update(VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1")
-    # These allow control calls and pickled handles of GPU memory. That is safe because only this user can reach the
-    # server (`process.endpoints`).
-    kept.update(VLLM_SERVER_DEV_MODE="1", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
+    # This allows pickled handles of GPU memory. That is safe because only this user can reach the process
+    # (`process.endpoints`).
+    kept.update(VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     kept.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_KV_GB)
-    if config.model.lora_rank:
-        kept[ALLOW] = "1"
     kept["PYTHONPATH"] = str(INSIDE_FOLDER if config.rollout.engine == "sglang" else EXTENSION_FOLDER)
     # With tf32 in attention, float32 log-probs would be off by hundredths.
     kept.setdefault("TRITON_F32_DEFAULT", "ieee")
@@ -160,7 +158,7 @@ def uses_ipc(config: Config, machine: EngineMachine, *, sees_gpu: bool) -> bool:
 
 
 def command(config: Config, machine: EngineMachine, listen: Sequence[str], *, ipc: bool = False) -> list[str]:
-    """Returns the command line of the engine's server. `listen` holds the options that say where it listens; with
+    """Returns the command line of the engine's process. `listen` holds the options that say where it listens; with
     `ipc`, vLLM is started to take weights through GPU memory."""
     words = _vllm(config, machine, ipc) if config.rollout.engine == "vllm" else _sglang(config, machine)
     return [machine.python, *words, *config.engine.arguments, *listen]
@@ -169,7 +167,6 @@ def command(config: Config, machine: EngineMachine, listen: Sequence[str], *, ip
 def _vllm(config: Config, machine: EngineMachine, ipc: bool) -> list[str]:
     words = {
         "--model": str(resolve(config.model.path)),
-        "--served-model-name": SERVED_NAME,
         "--worker-extension-cls": EXTENSION,
         "--dtype": _dtype(config, machine),
         "--max-model-len": str(_context(config)),
@@ -185,11 +182,10 @@ def _vllm(config: Config, machine: EngineMachine, ipc: bool) -> list[str]:
     if ipc:
         words["--weight-transfer-config"] = json.dumps({"backend": "ipc"})
     words.update(_lora(config, machine))
-    # The server takes and returns token ids only; text would cost it time.
-    switches = ["--tokens-only", "--disable-uvicorn-access-log", *(["--enable-lora"] if config.model.lora_rank else [])]
+    switches = ["--skip-tokenizer-init", *(["--enable-lora"] if config.model.lora_rank else [])]
     if not machine.num_gpus:
         switches.append(WHOLE_PROMPTS)
-    return ["-m", "vllm.entrypoints.openai.api_server", *_flat(words), *switches]
+    return ["-m", MODULE, *_flat(words), *switches]
 
 
 def _lora(config: Config, machine: EngineMachine) -> dict[str, str]:

@@ -1,10 +1,10 @@
 """Endpoints of engine servers that no other user of the machine can call or impersonate.
 
-A server's control calls change its weights and unpickle their input, so they must be protected. vLLM protects few of
-its paths with a key, so it listens at a Unix socket. SGLang supports no sockets; it listens at a loopback port and
-requires a key for every call but /health and /metrics. Another process may take the port before SGLang binds it, so
-the server also proves its identity by a secret model name. Key and name are random for each start and passed in the
-environment, because every user can read a command line.
+A server's control calls change its weights and unpickle their input, so they must be protected. Our vLLM process
+listens at a Unix socket in a folder that other users cannot enter. SGLang supports no sockets; it listens at a loopback
+port and requires a key for every call but /health and /metrics. Another process may take the port before SGLang binds
+it, so the server also proves its identity by a secret model name. Key and name are random for each start and passed in
+the environment, because every user can read a command line.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from pathlib import Path
 
 from offbeat.engines.http_calls import UNIX, Server, ServerAway
 from offbeat.engines.protocol import EngineError
+from offbeat.engines.vllm.direct import Channel
 from offbeat.errors import UserError
 
 HOST = "127.0.0.1"
+HEALTH = "/health"
 SOCKET = "engine"
 MAX_SOCKET_PATH_BYTES = 103
 """Longest socket path that every operating system allows."""
@@ -31,7 +33,7 @@ CHECK_WITHIN_S = 5.0
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Address and credentials for one start of a server; every start gets new ones."""
+    """Address and credentials for one start of an HTTP server; every start gets new ones."""
 
     url: str
     words: Sequence[str]
@@ -46,8 +48,16 @@ class Endpoint:
     def environment(self) -> dict[str, str]:
         return {KEY: self.key, NAME: self.name} if self.key else {}
 
-    async def is_ours(self, server: Server) -> bool:
-        """Whether the server that answers is the one we started; raises `ServerAway` if nothing answers."""
+    async def answers(self) -> bool:
+        """Whether the server that answers is the one we started; raises an `EngineError` if it is not up yet."""
+        server = Server(self.url, api_key=self.key)
+        try:
+            await server.text(HEALTH, within_s=CHECK_WITHIN_S)
+            return await self._is_ours(server)
+        finally:
+            await server.close()
+
+    async def _is_ours(self, server: Server) -> bool:
         if not self.name:
             return True
         try:
@@ -59,14 +69,31 @@ class Endpoint:
             return False
 
 
-def socket_endpoint() -> Endpoint:
-    """Returns an endpoint at a Unix socket, in a new folder that other users cannot enter."""
+class DirectEndpoint(Endpoint):
+    """Address for one start of our vLLM process."""
+
+    async def answers(self) -> bool:
+        channel = Channel(self.url)
+        try:
+            await channel.ask("label", within_s=CHECK_WITHIN_S)
+        finally:
+            await channel.close()
+        return True
+
+
+def direct_endpoint() -> DirectEndpoint:
+    path = new_socket()
+    return DirectEndpoint(f"{UNIX}{path}", ("--socket", path), str(Path(path).parent))
+
+
+def new_socket() -> str:
+    """Returns a path for a Unix socket, in a new folder that other users cannot enter."""
     folder = tempfile.mkdtemp(prefix="offbeat-")
     path = str(Path(folder) / SOCKET)
     if len(path.encode()) > MAX_SOCKET_PATH_BYTES:
         Path(folder).rmdir()
         raise UserError(f"TMPDIR = {tempfile.gettempdir()}: too long for the path of a socket; set a shorter one")
-    return Endpoint(f"{UNIX}{path}", ("--uds", path), folder)
+    return path
 
 
 def port_endpoint() -> Endpoint:
@@ -76,7 +103,7 @@ def port_endpoint() -> Endpoint:
 
 
 def new_endpoint(engine: str) -> Endpoint:
-    return socket_endpoint() if engine == "vllm" else port_endpoint()
+    return direct_endpoint() if engine == "vllm" else port_endpoint()
 
 
 def _free_port() -> int:

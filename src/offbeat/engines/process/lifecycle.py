@@ -17,11 +17,12 @@ from pathlib import Path
 from offbeat.config.schema import Config
 from offbeat.engines.dialect import Dialect
 from offbeat.engines.http_calls import Server, ServerAway
-from offbeat.engines.http_engine import HttpEngine
 from offbeat.engines.process import commands
-from offbeat.engines.process.endpoints import new_endpoint
-from offbeat.engines.process.server import FAILED, HEALTH, EngineServer, ServerEnded
+from offbeat.engines.process.endpoints import HEALTH, new_endpoint
+from offbeat.engines.process.server import FAILED, EngineServer, ServerEnded
 from offbeat.engines.protocol import EngineDied, EngineError, KvMode
+from offbeat.engines.server_engine import ServerEngine
+from offbeat.engines.vllm.weights import Transfer
 from offbeat.errors import UserError
 from offbeat.model.loading import resolve
 from offbeat.rules.restarts import Restarts, RestartVerdict
@@ -57,13 +58,13 @@ class ServerEngines:
         self._restarts = Restarts(time.monotonic)
         self._has_lived = False
 
-    async def open(self) -> HttpEngine:
+    async def open(self) -> ServerEngine:
         self._refuse_early()
         while True:
             await (self._start() if self.config.engine.url is None else self._find())
             dialect = self._dialect()
             try:
-                engine = await HttpEngine.attach(dialect, worker=self.name, num_slots=self.config.rollout.slots)
+                engine = await ServerEngine.attach(dialect, worker=self.name, num_slots=self.config.rollout.slots)
             except BaseException as error:
                 await dialect.close()
                 if isinstance(error, ServerAway):
@@ -171,27 +172,40 @@ class ServerEngines:
             )
 
     def _dialect(self) -> Dialect:
+        """Returns the dialect of the server at `url`: our own process speaks vLLM's without HTTP."""
+        config = self.config
+        if config.rollout.engine == "vllm" and self._server is not None:
+            from offbeat.engines.vllm.direct import Channel, DirectDialect, DirectLoraDialect
+
+            channel = Channel(self.url)
+            if config.model.lora_rank:
+                return DirectLoraDialect(channel, self._folder / ADAPTERS)
+            return DirectDialect(channel, self._transfer())
         key = os.environ.get(KEY_VARIABLE) if self._server is None else self._server.key
         server = Server(self.url, api_key=key)
-        if self.config.rollout.engine == "sglang":
+        if config.rollout.engine == "sglang":
             from offbeat.engines.sglang.api import SglangDialect
 
             return SglangDialect(server)
-        if rank := self.config.model.lora_rank:
+        if rank := config.model.lora_rank:
             from offbeat.engines.vllm.lora import LoraDialect
 
-            model = self.config.model.path
+            model = config.model.path
             return LoraDialect(server, rank=rank, model=model, base=resolve(model), folder=self._folder / ADAPTERS)
         from offbeat.engines.vllm.api import VllmDialect
 
+        return VllmDialect(server, self._transfer())
+
+    def _transfer(self) -> Transfer:
+        from offbeat.engines.vllm.weights import FromGpu, FromPath
+
         if not self._uses_ipc:
-            return VllmDialect(server)
-        from offbeat.engines.vllm.weights import FromGpu
+            return FromPath()
         from offbeat.model.devices import pick_device
 
-        return VllmDialect(server, FromGpu(pick_device(self.config.model.device)))
+        return FromGpu(pick_device(self.config.model.device))
 
-    async def _refuse_kv(self, engine: HttpEngine) -> None:
+    async def _refuse_kv(self, engine: ServerEngine) -> None:
         kv, can = KvMode(self.config.rollout.kv), engine.capabilities.kv_modes
         if kv not in can:
             await engine.close()

@@ -14,14 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from offbeat.engines.http_calls import Server, ServerAway, ServerRefused
+from offbeat.engines.http_calls import ServerAway, ServerRefused
 from offbeat.engines.process import guard
 from offbeat.engines.process.endpoints import Endpoint
 from offbeat.engines.protocol import EngineError
 
-HEALTH = "/health"
 CHECK_EVERY_S = 0.5
-CHECK_WITHIN_S = 5.0
 KILLED = -9
 FAILED = 1
 MAX_READ_BYTES = 2**18
@@ -87,21 +85,17 @@ class EngineServer:
                 start_new_session=True,  # a Ctrl-C in the terminal is for the worker
             )
         self._ended = asyncio.ensure_future(self._watch(self._guard))
-        server, deadline_s = Server(endpoint.url, api_key=endpoint.key), time.monotonic() + self.start_within_s
-        try:
-            while not await self._answers(server, endpoint):
-                if time.monotonic() > deadline_s:
-                    await self.stop()
-                    why = f"no answer within engine.start_within_s = {self.start_within_s:g} s"
-                    raise ServerEnded(f"{self.name}: {why}: {self._last_error()}", FAILED)
-        finally:
-            await server.close()
+        deadline_s = time.monotonic() + self.start_within_s
+        while not await self._answers(endpoint):
+            if time.monotonic() > deadline_s:
+                await self.stop()
+                why = f"no answer within engine.start_within_s = {self.start_within_s:g} s"
+                raise ServerEnded(f"{self.name}: {why}: {self._last_error()}", FAILED)
 
-    async def _answers(self, server: Server, endpoint: Endpoint) -> bool:
+    async def _answers(self, endpoint: Endpoint) -> bool:
         assert self._ended is not None
         with suppress(ServerAway, ServerRefused):
-            await server.text(HEALTH, within_s=CHECK_WITHIN_S)
-            is_ours = await endpoint.is_ours(server)
+            is_ours = await endpoint.answers()
             if not self._ended.done():
                 if is_ours:
                     return True

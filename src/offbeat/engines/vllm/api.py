@@ -19,13 +19,14 @@ import msgspec
 from offbeat.engines.dialect import STREAM_TOKENS, Call, Chunk, Facts, Span, read_event
 from offbeat.engines.http_calls import Server, ServerRefused
 from offbeat.engines.protocol import EngineError, Finish, KvMode
-from offbeat.engines.vllm.weights import LOAD_WITHIN_S, FromGpu, FromPath
+from offbeat.engines.vllm.weights import LOAD_WITHIN_S, FromPath, Transfer
 from offbeat.weights.version import Version
 
-Transfer = FromGpu | FromPath
 EXTENSION = "offbeat_in_vllm.Extension"
 EXTENSION_FOLDER = Path(__file__).parent / "inside"
 """Folder of `EXTENSION`, the worker extension that servers are started with."""
+PACK_HEAD = "offbeat_pack_head"
+"""Method of `EXTENSION`, to be called after a load."""
 ON_CPU_FOLDER = EXTENSION_FOLDER / "on_cpu"
 """Folder added to the PYTHONPATH of a server's processes on a machine without a GPU."""
 WHOLE_PROMPTS = "--no-enable-chunked-prefill"
@@ -220,9 +221,13 @@ class VllmDialect:
             await self.server.post("/update_weight_version", {"new_version": label})
 
     async def _replace(self, version: Version, label: str) -> None:
-        await self.transfer.load(self.server, version)
+        await self.transfer.load(self._call_workers, version)
         if self._has_extension:
-            await self.server.post("/collective_rpc", {"method": "offbeat_pack_head"}, within_s=LOAD_WITHIN_S)
+            await self._call_workers(PACK_HEAD)
+
+    async def _call_workers(self, method: str, /, **arguments: Any) -> None:
+        body = {"method": method, "kwargs": arguments}
+        await self.server.post("/collective_rpc", body, within_s=LOAD_WITHIN_S)
 
     async def resume(self) -> None:
         await self.server.post("/resume")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,11 +45,70 @@ def server_rank(rank: int) -> int | None:
 
 @dataclass
 class LoadedAdapter:
-    """An adapter that the server has loaded, and the folder with its files."""
+    """An adapter that vLLM has loaded, and the folder with its files."""
 
     name: str
     folder: Path
     label: str = ""
+
+
+class Adapters:
+    """The adapter in use and the next one, and their files. `add` makes vLLM read an adapter from a folder, under a
+    name; `remove` takes that name."""
+
+    def __init__(
+        self, folder: Path, add: Callable[[str, Path], Awaitable[None]], remove: Callable[[str], Awaitable[None]]
+    ):
+        """`folder` is for the files and must belong to this object alone."""
+        self.folder, self._add, self._remove = folder.absolute(), add, remove
+        self._staged: LoadedAdapter | None = None
+        self._served: LoadedAdapter | None = None
+
+    async def clean_up(self) -> None:
+        """Deletes the files that an earlier worker left."""
+        await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
+
+    async def stage(self, version: Version) -> None:
+        """Makes vLLM read the version's adapter, which takes about one decode step; no call uses it yet."""
+        await self._drop(self._staged)
+        self._staged = None
+        name = f"{OURS}{version.number}-{uuid4().hex[:12]}"
+        adapter = LoadedAdapter(name, self.folder / name)
+        try:
+            await asyncio.to_thread(_link_adapter, version, adapter.folder)
+            await self._add(adapter.name, adapter.folder)
+        except BaseException:
+            shutil.rmtree(adapter.folder, ignore_errors=True)
+            raise
+        self._staged = adapter
+
+    async def swap(self, version: Version, label: str) -> None:
+        """Serves the adapter staged last, under `label`, and drops the one served before."""
+        assert self._staged is not None, f"version {version.number} is loaded without being staged"
+        before, self._served, self._staged = self._served, self._staged, None
+        self._served.label = label
+        await self._drop(before)
+
+    def name_for(self, call: Call) -> str:
+        """Returns the name of the adapter that samples the call's answer."""
+        assert self._served is not None, "a call was sent before the first load"
+        assert self._served.label == call.label, f"a call for {call.label} was sent under {self._served.label}"
+        return self._served.name
+
+    async def _drop(self, adapter: LoadedAdapter | None) -> None:
+        """Removes an adapter and then deletes its files; does nothing for None. The files are deleted last: where vLLM
+        has no room to keep an adapter in memory, it reads the files again while calls use it."""
+        if adapter is not None:
+            await self._remove(adapter.name)
+            await asyncio.to_thread(shutil.rmtree, adapter.folder, ignore_errors=True)
+
+    async def close(self) -> None:
+        for adapter in (self._served, self._staged):
+            if adapter is not None:
+                with suppress(EngineError, TimeoutError):
+                    async with asyncio.timeout(LEAVE_WITHIN_S):
+                        await self._remove(adapter.name)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class LoraDialect(VllmDialect):
@@ -59,9 +118,8 @@ class LoraDialect(VllmDialect):
         """The adapters have rank `rank` and belong to the model named `model` (model.path), whose folder is `base`.
         `folder` is for adapter files and must belong to this dialect alone."""
         super().__init__(server)
-        self.rank, self.model, self.base, self.folder = rank, model, base, folder.absolute()
-        self._staged: LoadedAdapter | None = None
-        self._served: LoadedAdapter | None = None
+        self.rank, self.model, self.base = rank, model, base
+        self.adapters = Adapters(folder, self._add, self._remove)
 
     async def probe(self) -> Facts:
         facts = await super().probe()
@@ -115,10 +173,10 @@ class LoraDialect(VllmDialect):
 
     async def _clean_up(self) -> None:
         """Removes the adapters and files that an earlier worker left."""
-        await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
+        await self.adapters.clean_up()
         for model in (await self.server.get("/v1/models"))["data"]:
             if str(model["id"]).startswith(OURS):
-                await self._unload(str(model["id"]))
+                await self._remove(str(model["id"]))
 
     async def generate(self, call: Call) -> AsyncIterator[Chunk]:
         try:
@@ -131,48 +189,23 @@ class LoraDialect(VllmDialect):
             raise EngineDied(f"{self.server.url}{GENERATE}: the server has lost its loaded adapter: {error}") from error
 
     def _name_of(self, call: Call) -> str:
-        assert self._served is not None, "a call was sent before the first load"
-        assert self._served.label == call.label, f"a call for {call.label} was sent under {self._served.label}"
-        return self._served.name
+        return self.adapters.name_for(call)
 
     async def stage(self, version: Version) -> None:
-        """Makes the server read the version's adapter, which takes about one decode step; no call uses it yet."""
-        await self._drop(self._staged)
-        self._staged = None
-        name = f"{OURS}{version.number}-{uuid4().hex[:12]}"
-        adapter = LoadedAdapter(name, self.folder / name)
-        try:
-            await asyncio.to_thread(_link_adapter, version, adapter.folder)
-            body = {"lora_name": adapter.name, "lora_path": str(adapter.folder)}
-            await self.server.send(LOAD, body, within_s=LOAD_WITHIN_S)
-        except BaseException:
-            shutil.rmtree(adapter.folder, ignore_errors=True)
-            raise
-        self._staged = adapter
+        await self.adapters.stage(version)
 
     async def _replace(self, version: Version, label: str) -> None:
-        assert self._staged is not None, f"version {version.number} is loaded without being staged"
-        before, self._served, self._staged = self._served, self._staged, None
-        self._served.label = label
-        await self._drop(before)
+        await self.adapters.swap(version, label)
 
-    async def _drop(self, adapter: LoadedAdapter | None) -> None:
-        """Unloads an adapter and then deletes its files; does nothing for None. The files are deleted last: a server
-        that has no room to keep an adapter in memory reads its files again while calls use it."""
-        if adapter is not None:
-            await self._unload(adapter.name)
-            await asyncio.to_thread(shutil.rmtree, adapter.folder, ignore_errors=True)
+    async def _add(self, name: str, folder: Path) -> None:
+        await self.server.send(LOAD, {"lora_name": name, "lora_path": str(folder)}, within_s=LOAD_WITHIN_S)
 
-    async def _unload(self, name: str, within_s: float = CHECK_WITHIN_S) -> None:
+    async def _remove(self, name: str) -> None:
         with suppress(ServerRefused):  # already unloaded
-            await self.server.send(UNLOAD, {"lora_name": name}, within_s=within_s)
+            await self.server.send(UNLOAD, {"lora_name": name}, within_s=CHECK_WITHIN_S)
 
     async def close(self) -> None:
-        for adapter in (self._served, self._staged):
-            if adapter is not None:
-                with suppress(EngineError):
-                    await self._unload(adapter.name, LEAVE_WITHIN_S)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        await self.adapters.close()
         await super().close()
 
 

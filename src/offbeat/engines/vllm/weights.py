@@ -1,6 +1,6 @@
-"""Two ways to load weights into a vLLM server: from files that it reads, or from GPU memory by CUDA IPC.
+"""Two ways to load weights into vLLM: from files that it reads, or from GPU memory by CUDA IPC.
 
-`stage` runs while the server generates, `load` while it is paused.
+`stage` runs while vLLM generates, `load` while it is paused.
 """
 
 from __future__ import annotations
@@ -10,25 +10,43 @@ import base64
 import pickle
 import shutil
 import tempfile
+from collections.abc import Awaitable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from offbeat.engines.http_calls import Server
 from offbeat.engines.protocol import EngineError
 from offbeat.files import link_folder
 from offbeat.weights.version import Version
 
 if TYPE_CHECKING:
-    import torch  # imported by `FromGpu` alone: a worker of a vLLM server needs no torch
+    import torch  # imported by `FromGpu` alone: a worker beside vLLM needs no torch
 
 LOAD_WITHIN_S = 600.0
 
 
-class FromPath:
-    """Loads a version by making the server read its files.
+class WorkerCall(Protocol):
+    """Calls a method of vLLM's workers, the processes that hold the weights, with keyword arguments."""
 
-    The server reads hard links to the files. The version itself may be deleted at any moment, and a reload with missing
-    files would leave the server without weights.
+    def __call__(self, method: str, /, **arguments: Any) -> Awaitable[None]: ...
+
+
+class Transfer(Protocol):
+    """A way to load weights."""
+
+    async def stage(self, version: Version) -> None:
+        """Prepares the load of a version."""
+        ...
+
+    async def load(self, call: WorkerCall, version: Version) -> None:
+        """Loads the version that was staged last."""
+        ...
+
+
+class FromPath:
+    """Loads a version by making vLLM read its files.
+
+    vLLM reads hard links to the files. The version itself may be deleted at any moment, and a reload with missing files
+    would leave vLLM without weights.
     """
 
     def __init__(self) -> None:
@@ -43,11 +61,10 @@ class FromPath:
                 f"version {version.number}: its files cannot be read from {version.path}: {error.strerror}"
             ) from error
 
-    async def load(self, server: Server, version: Version) -> None:
+    async def load(self, call: WorkerCall, version: Version) -> None:
         assert self._linked is not None, f"version {version.number} is loaded without being staged"
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(self._linked)}}
         try:
-            await server.post("/collective_rpc", body, within_s=LOAD_WITHIN_S)
+            await call("reload_weights", weights_path=str(self._linked))
         finally:
             self._drop()
 
@@ -68,40 +85,35 @@ def _link(folder: Path) -> Path:
     return linked
 
 
-UPDATE_WITHIN_S = 120.0
-
-
 class FromGpu:
-    """Loads a version by making the server copy it from GPU memory of this process, with vLLM's CUDA IPC transfer.
+    """Loads a version by making vLLM copy it from GPU memory of this process, with vLLM's CUDA IPC transfer.
 
-    `stage` reads the files into GPU memory, which needs room for a second copy of the weights. The server must be
-    started with `--weight-transfer-config '{"backend": "ipc"}'`, use only this GPU, and trust its callers, because it
+    `stage` reads the files into GPU memory, which needs room for a second copy of the weights. vLLM must be started
+    with `--weight-transfer-config '{"backend": "ipc"}'`, use only this GPU, and trust its callers, because it
     unpickles the memory handles.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._staged: tuple[int, dict[str, torch.Tensor]] | None = None
-        self._initialised: Server | None = None
+        self._staged: dict[str, torch.Tensor] | None = None
+        self._is_initialised = False
 
     async def stage(self, version: Version) -> None:
         self._staged = None
-        tensors = await asyncio.to_thread(_read, version.path, self.device)
-        self._staged = (version.number, tensors)
+        self._staged = await asyncio.to_thread(_read, version.path, self.device)
 
-    async def load(self, server: Server, version: Version) -> None:
-        if self._staged is None or self._staged[0] != version.number:
-            raise EngineError(f"{server.url}: version {version.number} was not staged in GPU memory; this is a bug")
-        _, tensors = self._staged
-        if self._initialised is not server:
-            await server.post("/init_weight_transfer_engine", {"init_info": {}}, within_s=UPDATE_WITHIN_S)
-            self._initialised = server
-        await server.post("/start_weight_update", within_s=UPDATE_WITHIN_S)
-        body = {"update_info": _described(tensors, self.device)}
-        await server.post("/update_weights", body, within_s=UPDATE_WITHIN_S)
-        await server.post("/finish_weight_update", {}, within_s=UPDATE_WITHIN_S)
-        self._staged = None  # the server has read the tensors now
-        del tensors, body
+    async def load(self, call: WorkerCall, version: Version) -> None:
+        assert self._staged is not None, f"version {version.number} is loaded without being staged"
+        tensors = self._staged
+        if not self._is_initialised:
+            await call("init_weight_transfer_engine", init_info={})
+            self._is_initialised = True
+        await call("start_weight_update")
+        described = _described(tensors, self.device)
+        await call("update_weights", update_info=described)
+        await call("finish_weight_update")
+        self._staged = None  # vLLM has copied the tensors now
+        del tensors, described
         await asyncio.to_thread(_free_memory)
 
 

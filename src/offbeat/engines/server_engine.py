@@ -1,4 +1,4 @@
-"""`HttpEngine`: the engine protocol over an HTTP server, through the server's `Dialect`.
+"""`ServerEngine`: the engine protocol over an engine in a process of its own, through its `Dialect`.
 
 Answers are streamed, which spreads the cost of reading them over time. Weights change only while the server is paused,
 and every pause is followed by a resume, even after an error. An engine is dead once its server cannot be reached, sends
@@ -51,7 +51,7 @@ MAX_BREAKS = 3
 """A request fails once this many of its calls have broken off, although the server proved healthy after each."""
 
 
-class HttpEngine:
+class ServerEngine:
     """Implements `offbeat.engines.protocol.Engine`; create one with `attach`."""
 
     def __init__(self, dialect: Dialect, facts: Facts, *, worker: str, num_slots: int):
@@ -81,7 +81,7 @@ class HttpEngine:
         self._watch = asyncio.ensure_future(self._check_health())
 
     @classmethod
-    async def attach(cls, dialect: Dialect, *, worker: str, num_slots: int) -> HttpEngine:
+    async def attach(cls, dialect: Dialect, *, worker: str, num_slots: int) -> ServerEngine:
         """Probes a server and returns an engine for it; raises an `EngineError` if the server is unsuitable."""
         return cls(dialect, await dialect.probe(), worker=worker, num_slots=num_slots)
 
@@ -524,6 +524,8 @@ class Meter:
         self._clock = clock
         self._sums = EngineMetrics()
         self._inside: dict[str, MeteredCall] = {}
+        self._num_decoding = 0
+        """Calls inside whose prefill is over."""
         self._is_still = False
         self._counted_s = clock()
         self._num_rows = 0
@@ -548,12 +550,15 @@ class Meter:
             yield
         finally:
             self._count_time()
-            del self._inside[call.id]
+            self._num_decoding -= self._inside.pop(call.id).is_decoding
 
     def take(self, call: Call, chunk: Chunk) -> None:
         self._count_time()
         self._num_rows += len(chunk.tokens)
-        self._sums += self._inside[call.id].take(chunk)
+        one = self._inside[call.id]
+        was_decoding = one.is_decoding
+        self._sums += one.take(chunk)
+        self._num_decoding += one.is_decoding - was_decoding
 
     def refill(self, call: Call) -> None:
         """Counts the prefill of all of a call's tokens, whose keys and values are computed again after a load."""
@@ -570,9 +575,9 @@ class Meter:
         if not self._inside or self._is_still:
             return
         self._sums += EngineMetrics(busy_seconds=passed_s)
-        if num_decoding := sum(call.is_decoding for call in self._inside.values()):
+        if self._num_decoding:
             self._decode_s += passed_s
-            self._row_s += num_decoding * passed_s
+            self._row_s += self._num_decoding * passed_s
 
     def _count_steps(self) -> None:
         """Adds the decode steps since the last count: tokens divided by the mean number of calls that decoded at once.

@@ -15,14 +15,14 @@ from served_scenes import AWAY, assert_is_true, begin, play, request, version
 from benchmarks.common.clock import now_s
 from offbeat.engines.dialect import Chunk
 from offbeat.engines.http_calls import ServerRefused
-from offbeat.engines.http_engine import ABORT_WITHIN_S, ABORTED_PAUSE_S, CHECK_EVERY_S, MAX_BREAKS, HttpEngine
 from offbeat.engines.protocol import EngineDied, EngineError, Finish, KvMode
+from offbeat.engines.server_engine import ABORT_WITHIN_S, ABORTED_PAUSE_S, CHECK_EVERY_S, MAX_BREAKS, ServerEngine
 
 # Requests
 
 
 def test_a_server_is_asked_what_it_is_and_serves_nothing_before_a_load():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         assert (engine.version, engine.capabilities.num_slots, engine.capabilities.max_context_tokens) == (None, 8, 512)
         assert engine.capabilities.fingerprint == "scripted 1.0 float32"
         with pytest.raises(EngineError, match="engine w, request a: no version is loaded yet"):
@@ -35,7 +35,7 @@ def test_a_server_is_asked_what_it_is_and_serves_nothing_before_a_load():
 
 
 def test_what_streams_in_becomes_a_segment_of_the_version_that_is_loaded():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         (answer,) = await begin(engine, server, "a")
         await server.sample("a", 3)
         server.end("a", Finish.LENGTH)
@@ -49,7 +49,7 @@ def test_what_streams_in_becomes_a_segment_of_the_version_that_is_loaded():
 
 
 def test_a_request_that_runs_already_or_cannot_be_done_is_refused_and_never_sent():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         (answer,) = await begin(engine, server, "a")
         with pytest.raises(EngineError, match="engine w: a request with id a is already running"):
             await engine.generate(request("a"))
@@ -63,7 +63,7 @@ def test_a_request_that_runs_already_or_cannot_be_done_is_refused_and_never_sent
 
 
 def test_an_abort_that_nobody_asked_for_is_tried_again_after_a_pause_and_is_no_failed_task():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         (answer,) = await begin(engine, server, "a")
         aborted_s, num_checks = now_s(), server.num_checks
         server.end("a", Finish.ABORT)
@@ -78,7 +78,7 @@ def test_an_abort_that_nobody_asked_for_is_tried_again_after_a_pause_and_is_no_f
 
 
 def test_an_abort_that_nobody_asked_for_with_tokens_is_carried_on_at_once():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         (answer,) = await begin(engine, server, "a")
         for num_tries in range(1, MAX_BREAKS + 2):
             await server.sample("a", 2)
@@ -95,7 +95,7 @@ def test_an_abort_that_nobody_asked_for_with_tokens_is_carried_on_at_once():
 
 @pytest.mark.parametrize("how", ["aborts", "breaks off", "ends without a reason", "refuses"])
 def test_a_server_that_is_well_and_never_answers_fails_the_request_after_some_tries_and_goes_on_with_others(how):
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         answer, other = await begin(engine, server, "a", "b")
         for num_tries in range(1, MAX_BREAKS + 1):
             await server.until_again("a", num_tries)
@@ -118,7 +118,7 @@ def test_a_server_that_is_well_and_never_answers_fails_the_request_after_some_tr
 
 
 def test_tokens_that_came_before_a_line_broke_are_kept_and_the_rest_is_asked_for():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         (answer,) = await begin(engine, server, "a")
         for num_tries in range(1, MAX_BREAKS):
             await server.sample("a", 2)
@@ -134,7 +134,7 @@ def test_tokens_that_came_before_a_line_broke_are_kept_and_the_rest_is_asked_for
 
 
 def test_what_came_before_a_line_broke_is_sampled_anew_where_weights_changed_meanwhile():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         (answer,) = await begin(engine, server, "a")
         await server.sample("a", 2)
         await engine.load(version(2))
@@ -152,7 +152,7 @@ def test_what_came_before_a_line_broke_is_sampled_anew_where_weights_changed_mea
 
 
 def test_what_a_server_says_no_to_is_not_asked_again():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         server.fail("send", ServerRefused("400: no such token", 400))
         with pytest.raises(EngineError, match="engine w, request a: 400: no such token"):
             await engine.generate(request("a"))
@@ -163,7 +163,7 @@ def test_what_a_server_says_no_to_is_not_asked_again():
 
 
 def test_an_answer_that_is_none_fails_its_request_alone_and_frees_the_server_of_it():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         answer, other = await begin(engine, server, "a", "b")
         await server.say("a", Chunk([1, 2], [-1.0]))
         with pytest.raises(EngineError, match="2 tokens came with 1 log-probs"):
@@ -176,7 +176,7 @@ def test_an_answer_that_is_none_fails_its_request_alone_and_frees_the_server_of_
 
 
 def test_a_request_that_nobody_waits_for_any_more_leaves_the_server_and_its_id_is_free():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         (answer,) = await begin(engine, server, "a")
         answer.cancel()
         await server.until(lambda: not server.inside)
@@ -191,7 +191,7 @@ def test_a_request_that_nobody_waits_for_any_more_leaves_the_server_and_its_id_i
 
 
 def test_an_abort_ends_those_who_are_named_with_what_they_have_and_returns_once_they_are_gone():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         answer, other = await begin(engine, server, "a", "b")
         await server.sample("a", 2)
         await engine.abort(["a", "nobody"])
@@ -207,7 +207,7 @@ def test_an_abort_ends_those_who_are_named_with_what_they_have_and_returns_once_
 
 
 def test_an_abort_that_overtakes_its_own_call_is_repeated_until_it_has_arrived():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         arrives = server.hold("send")
         answer = asyncio.create_task(engine.generate(request("a")))
         await server.until(lambda: server.calls)
@@ -224,7 +224,7 @@ def test_an_abort_that_overtakes_its_own_call_is_repeated_until_it_has_arrived()
 
 
 def test_an_abort_ends_what_waits_for_a_load_without_sending_it():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         loads = server.hold("load")
         loading = asyncio.create_task(engine.load(version(2)))
         await server.until(lambda: "load 2" in server.told)
@@ -241,7 +241,7 @@ def test_an_abort_ends_what_waits_for_a_load_without_sending_it():
 
 
 def test_what_is_aborted_and_ends_by_itself_meanwhile_says_so():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         (answer,) = await begin(engine, server, "a")
         server.end("a", Finish.LENGTH)
         await engine.abort()
@@ -251,7 +251,7 @@ def test_what_is_aborted_and_ends_by_itself_meanwhile_says_so():
 
 
 def test_an_abort_does_not_wait_for_another_request_that_took_the_same_id():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         async def twice() -> None:
             for _ in range(2):
                 await engine.generate(request("a"))
@@ -268,7 +268,7 @@ def test_an_abort_does_not_wait_for_another_request_that_took_the_same_id():
 
 
 def test_an_abort_does_not_wait_for_a_request_that_nobody_waits_for_any_more():
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         (answer,) = await begin(engine, server, "a")
         server.ends_aborted = False
         aborting = asyncio.create_task(engine.abort())
@@ -281,7 +281,7 @@ def test_an_abort_does_not_wait_for_a_request_that_nobody_waits_for_any_more():
 
 @pytest.mark.parametrize("is_deaf", [True, False])
 def test_a_server_that_cannot_be_rid_of_a_request_is_dead(is_deaf):
-    async def scenario(engine: HttpEngine, server: ScriptedServer) -> None:
+    async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         (answer,) = await begin(engine, server, "a")
         server.ends_aborted = False
         if not is_deaf:
