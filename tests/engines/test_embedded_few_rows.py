@@ -9,8 +9,14 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offbeat.engines.embedded.attention import ALIGNED_BYTES, KeyValueSlots
-from offbeat.engines.embedded.decode_forward import DecodeForward, RecordedStep
-from offbeat.engines.embedded.few_rows import MAX_ROWS, MIN_ROWS, product, use_few_rows
+from offbeat.engines.embedded.decode_forward import (
+    MAX_ROWS,
+    MIN_ROWS,
+    DecodeForward,
+    RecordedStep,
+    product,
+    use_few_rows,
+)
 from offbeat.engines.embedded.stepper import Stepper
 
 needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch has no MKL here")

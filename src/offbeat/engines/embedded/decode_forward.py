@@ -14,9 +14,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from types import MethodType
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from offbeat.engines.embedded.attention import KeyValueSlots, short_context
@@ -170,3 +173,48 @@ class Recomputed:
         columns, inverse = positions.unique(return_inverse=True)
         picked: Tensor = self.model(input_ids=tokens, use_cache=False, logits_to_keep=columns).logits[rows, inverse]
         return picked
+
+
+# A few rows times a large weight, on a CPU
+
+MIN_ROWS, MAX_ROWS = 4, 48
+"""Limits of the number of rows for which `product` exchanges its factors. MKL computes `values @ weight.T` for 4 to 48
+rows by a kernel that reads the weight slowly; `weight @ values.T` reads it at the speed of memory. Two cores need 52
+instead of 85 ms for the products of a 135M model with 8 rows, and 53 instead of 136 ms with 16. For fewer and for more
+rows the usual order is faster."""
+MIN_ELEMENTS = 1 << 16
+"""Smallest weight worth it; smaller ones lie in the cache of a core."""
+
+
+def product(
+    values: Tensor, weight: Tensor, bias: Tensor | None, min_rows: int = MIN_ROWS, max_rows: int = MAX_ROWS
+) -> Tensor:
+    """Returns `F.linear(values, weight, bias)`, computed in the other order if `values` has the shape of a decode step,
+    (rows, 1, features), and a number of rows within the limits."""
+    if values.dim() != 3 or values.size(1) != 1 or values.size(0) < min_rows or values.size(0) > max_rows:
+        return F.linear(values, weight, bias)
+    found = torch.mm(weight, values.squeeze(1).t()).t().contiguous()
+    if bias is not None:
+        found = found + bias
+    return found.unsqueeze(1)
+
+
+@cache
+def _scripted() -> Any:
+    return torch.jit.script(product)  # so that a traced decode step decides anew for each number of rows
+
+
+def use_few_rows(model: PreTrainedModel) -> None:
+    """Makes the model's large float32 layers use `product` where that is faster: on a CPU with MKL."""
+    if not torch.backends.mkl.is_available():
+        return
+    for layer in model.modules():
+        if type(layer) is not nn.Linear or layer.weight.numel() < MIN_ELEMENTS:
+            continue
+        if layer.weight.dtype is torch.float32 and layer.weight.device.type == "cpu":
+            layer.forward = MethodType(_few_rows_forward, layer)  # type: ignore[method-assign]
+
+
+def _few_rows_forward(layer: nn.Linear, values: Tensor) -> Tensor:
+    found: Tensor = _scripted()(values, layer.weight, layer.bias)
+    return found

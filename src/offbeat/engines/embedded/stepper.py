@@ -29,14 +29,15 @@ from transformers import PreTrainedModel
 from offbeat.engines.cached_prefixes import CachedPrefix, CachedPrefixes, is_worth_reusing
 from offbeat.engines.embedded.attention import KeyValueSlots, use_slot_attention
 from offbeat.engines.embedded.decode_forward import (
+    MIN_ROWS,
     DecodeForward,
     Forward,
     Recomputed,
     inputs_of_all_sizes,
     recorded,
     recorded_in_parts,
+    use_few_rows,
 )
-from offbeat.engines.embedded.few_rows import MIN_ROWS, use_few_rows
 from offbeat.engines.embedded.prefill import Prefill, Wanted, round_up
 from offbeat.engines.embedded.sampling import RowSampling, draw, is_filtered, is_greedy, noise_key, uniform
 from offbeat.engines.embedded.weights import Staged, swap
