@@ -25,8 +25,17 @@ from offbeat.errors import DeadlineError, UserError
 from offbeat.extras import import_extra
 from offbeat.launch import arguments
 from offbeat.launch.given import Given
-from offbeat.launch.run_folder import CONFIG, LOCK, METRICS, SUMMARY, named_run, refuse_in_use, stored_config
-from offbeat.launch.stopping import StopButton
+from offbeat.launch.run_folder import (
+    CONFIG,
+    LOCK,
+    METRICS,
+    SUMMARY,
+    check_resumable,
+    named_run,
+    refuse_in_use,
+    stored_config,
+)
+from offbeat.launch.stopping import WAKE_EVERY_S, StopButton
 from offbeat.observability.metric_files import read_metrics
 from offbeat.observability.sinks import GivenSink
 
@@ -36,8 +45,6 @@ if TYPE_CHECKING:
     from offbeat.observability.console import Console
 
 Reward = Callable[..., Any] | str | Sequence[Callable[..., Any] | str] | Mapping[str, Any]
-REDRAW_EVERY_S = 1.0
-"""Seconds between two looks at a console that is shown while a cell waits; the console changes about as often."""
 ROWS = "tasks"
 """Name of the folder, inside the run's folder, for rows of tasks that were given from Python."""
 
@@ -338,8 +345,7 @@ class _Training:
                 left_s = end_s - time.monotonic()
                 if left_s <= 0:
                     return False
-                pause_s = left_s if redraw is None else min(left_s, REDRAW_EVERY_S)
-                futures.wait([self.ended], None if pause_s == math.inf else pause_s)
+                futures.wait([self.ended], min(left_s, WAKE_EVERY_S))
                 if redraw is not None:
                     redraw()
             except KeyboardInterrupt:
@@ -372,6 +378,10 @@ class _Training:
 
 def _launch(config: Config, given: Given, resume: Path | None) -> None:
     """Trains in this process, or with worker processes if `rollout.workers` says so."""
+    from offbeat.launch.engine_choice import announce, with_chosen_engine
+
+    config, choice = with_chosen_engine(check_resumable(resume, config) if resume else config)
+    announce(choice, config)
     if config.rollout.workers is None:
         from offbeat.launch import local
 

@@ -11,7 +11,7 @@ from offbeat.cli.main import main
 from offbeat.config import fixed_keys, load
 from offbeat.config.keys import known_keys
 from offbeat.errors import OffbeatError
-from offbeat.launch import preflight
+from offbeat.launch import engine_choice, preflight
 from offbeat.launch.run_folder import RunFolder
 from offbeat.ledger.ledger import Ledger
 
@@ -191,7 +191,7 @@ def test_a_dry_run_tells_all_that_is_missing_and_adds_up_if_the_rows_and_rewards
 
 
 def test_a_run_looks_for_its_gpu_before_it_reads_rows_where_no_driver_is_loaded(capsys, monkeypatch):
-    monkeypatch.setattr(preflight, "GPU_DRIVERS", ())
+    monkeypatch.setattr(engine_choice, "GPU_DRIVERS", ())
     monkeypatch.setattr(preflight.sys, "platform", "linux")
     monkeypatch.setattr(preflight, "PICK_DEVICE", "print('model.device: not here')")
     assert main(["train", "--model.device=cuda", "--rollout.max-prompt-tokens=1"]) == 2

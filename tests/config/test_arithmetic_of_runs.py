@@ -76,7 +76,9 @@ def _plan_by_hand(groups: int, group_size: int, prompt: int, new: int, tokens_pe
 
 def test_what_the_name_of_a_loss_stands_for_is_told():
     def told(*given: str) -> str:
-        return next(line for line in summarise(load(None, list(given))) if line.startswith("learning"))
+        return next(
+            line for line in summarise(load(None, ["--rollout.engine=embedded", *given])) if line.startswith("learning")
+        )
 
     assert "grpo: advantage group, clip 0.2 below and 0.2 above, sequence_mean, correction off" in told()
     dapo = told("--loss.name=dapo", "--schedule.mode=overlap", "--loss.clip-low=0.1")

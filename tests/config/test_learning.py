@@ -35,6 +35,7 @@ OVERLAP = {"schedule.mode": "overlap"}
 
 
 def chosen(**keys) -> ResolvedLoss:
+    keys = {"rollout__engine": "embedded", **keys}
     return resolve_loss(from_dict({}, {name.replace("__", "."): value for name, value in keys.items()}))
 
 
@@ -61,7 +62,7 @@ def test_a_name_stands_for_what_was_published_under_it(name):
     ],
 )
 def test_a_key_that_is_given_replaces_the_presets(key, value, field):
-    before, after = chosen(loss__name="dapo"), resolve_loss(from_dict({}, {"loss.name": "dapo", key: value}))
+    before, after = chosen(loss__name="dapo"), chosen(loss__name="dapo", **{key: value})
     assert getattr(after, field) == value
     changed = {f.name for f in dataclasses.fields(ResolvedLoss) if getattr(before, f.name) != getattr(after, f.name)}
     bounds = {"min_importance", "max_importance"} if field == "correction" else set()
@@ -99,6 +100,8 @@ def test_a_correction_is_on_wherever_data_may_be_of_other_weights_or_another_eng
     assert chosen(schedule__mode="overlap").correction == "tis"
     assert chosen(schedule__mode="overlap", loss__name="gspo").correction == "sequence_tis"
     assert chosen(rollout__engine="vllm").correction == "tis"
+    assert chosen(rollout__engine="auto").correction == "tis"
+    assert chosen(rollout__engine="auto", run__exact=True).correction == "off"
     assert chosen(rollout__engine="vllm", loss__name="gspo").correction == "sequence_tis"
 
 
@@ -193,8 +196,8 @@ REFUSALS = {
     ),
     "no server": (
         {"engine.url": "localhost:1"},
-        'engine.url = "localhost:1": rollout.engine = "embedded" has no server; add --rollout.engine vllm or sglang, '
-        "whichever serves that URL",
+        'engine.url = "localhost:1": rollout.engine = "auto" does not say which server that is; add --rollout.engine '
+        "vllm or sglang",
     ),
     "name": (
         {"loss.name": "grpp"},

@@ -95,8 +95,8 @@ def test_the_paced_engine_is_for_tests_alone(monkeypatch):
     with pytest.raises(UserError) as caught:
         load(None, ["--rollout.engine", "paced"])
     assert str(caught.value) == (
-        '--rollout.engine = "paced": allowed "embedded", "vllm", "sglang"; the paced engine has no model and serves '
-        "tests, which set OFFBEAT_TESTING=1"
+        '--rollout.engine = "paced": allowed "auto", "embedded", "vllm", "sglang"; the paced engine has no model and '
+        "serves tests, which set OFFBEAT_TESTING=1"
     )
-    with pytest.raises(UserError, match='allowed "embedded", "vllm", "sglang"; did you mean "vllm"'):
+    with pytest.raises(UserError, match='allowed "auto", "embedded", "vllm", "sglang"; did you mean "vllm"'):
         load(None, ["--rollout.engine", "vlm"])

@@ -146,7 +146,9 @@ def test_asking_for_that_where_it_cannot_be_done_is_refused(keys, machine, why):
 
 def test_an_interpreter_without_the_engine_is_refused_by_name():
     config = configured(engine__python=sys.executable, rollout__engine="sglang")
-    with pytest.raises(UserError, match=r'^rollout\.engine = "sglang": .* has no package sglang; install it there, or'):
+    with pytest.raises(
+        UserError, match=r'^rollout\.engine = "sglang": .* has no package sglang; install it there, name'
+    ):
         asyncio.run(probe_interpreter(config, os.environ))
 
 

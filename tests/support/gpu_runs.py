@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.common.supervised import Supervised, rows, until
+from offbeat.engines.vllm.direct import MODULE
 from offbeat.ledger.ledger import Ledger
 
 ENGINE_ARGUMENTS = shlex.split(
@@ -54,7 +55,7 @@ CHOICES = {
         "overlap": ("--schedule.mode=overlap", "--schedule.max-staleness=2"),
     },
     "engine": {
-        "embedded": (),
+        "embedded": ("--rollout.engine=embedded",),
         "vllm": (
             *("--rollout.engine=vllm", "--engine.memory-share=0.08"),
             f"--engine.arguments={','.join(ENGINE_ARGUMENTS)}",
@@ -127,13 +128,13 @@ class GpuRun(Supervised):
         os.killpg(os.getpgid(servers[0]), signal.SIGKILL)
 
     def servers(self) -> list[int]:
-        """Processes that are vLLM's server, the parents of all others of it. They are found by whom they come from: an
+        """Processes that run vLLM's engine, the parents of all others of it. They are found by whom they come from: an
         engine's environment holds nothing of Offbeat's, so that `living` does not know them."""
         found = []
         for pid in descendants(self.process.pid):
             with suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                if b"-S" not in words and any(word.startswith(b"vllm.entrypoints") for word in words):
+                if b"-S" not in words and MODULE.encode() in words:  # their guard, with -S, has all their words
                     found.append(pid)
         return found
 

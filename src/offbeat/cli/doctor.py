@@ -38,9 +38,11 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if not arguments.within > 0:
         raise UserError(f"--within is {arguments.within:g}; it must be a number of seconds above 0")
-    config = load(arguments.config, overrides)
+    from offbeat.launch.engine_choice import with_chosen_engine
     from offbeat.tools.doctor.checks import examine
     from offbeat.tools.doctor.report import without_secrets
+
+    config, _ = with_chosen_engine(load(arguments.config, overrides))
 
     command = shlex.join(["offbeat", "train", *([arguments.config] if arguments.config else []), *overrides])
     name = arguments.config or "the built-in demo"

@@ -38,12 +38,17 @@ def check(config: Config, resume: Path | None = None) -> None:
 
 
 def preview(
-    config: Config, resume: Path | None = None, num_parameters: int | None = None, num_held_out: int | None = None
+    config: Config,
+    resume: Path | None = None,
+    num_parameters: int | None = None,
+    num_held_out: int | None = None,
+    *,
+    given: Config | None = None,
 ) -> list[str]:
     """Returns the first lines of --dry-run: the keys that differ from their defaults, and a summary of the run, see
-    `summarise`."""
+    `summarise`. `given` is the configuration before its engine was chosen, if it was."""
     what = f"would resume {resume}" if resume else f"would start a run in {config.run.dir}/{config.run.name or ''}"
-    return [what, *_settings(config), "", *summarise(config, num_parameters, num_held_out)]
+    return [what, *_settings(given or config), "", *summarise(config, num_parameters, num_held_out)]
 
 
 def list_keys(*, only_common: bool) -> str:

@@ -20,6 +20,7 @@ from offbeat.errors import UserError
 from offbeat.extras import hidden
 
 if TYPE_CHECKING:
+    from offbeat.launch.engine_choice import Choice
     from offbeat.observability.advice import Advice
 
 EPILOG = """\
@@ -72,12 +73,16 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 def _start(arguments: argparse.Namespace, overrides: list[str], config: Config, resume: Path | None) -> int:
     """Starts or resumes a run, or previews it; returns the exit status."""
     from offbeat.cli.preview import check
+    from offbeat.launch.engine_choice import announce, with_chosen_engine
     from offbeat.launch.engine_parts import check_engine
 
+    given = config
+    config, choice = with_chosen_engine(given)
     check_engine(config, config.rollout.workers)
     check(config, resume)
     if arguments.dry_run:
-        return _dry_run(config, resume)
+        return _dry_run(given, config, choice, resume)
+    announce(choice, config)
     if resume:
         from offbeat.launch.run_folder import refuse_in_use
 
@@ -100,7 +105,8 @@ def _supervise(
     from offbeat.launch.supervisor import Supervisor
 
     asyncio.run(check_roles(config))
-    again = ["serve", *([file] if file else []), *overrides]
+    engine = [f"--rollout.engine={config.rollout.engine}", f"--rollout.workers={config.rollout.workers}"]
+    again = ["serve", *([file] if file else []), *overrides, *engine]
     first = [*again, "--resume", str(resume)] if resume else again
     supervisor = Supervisor(config, first, again, from_scratch=from_scratch)
     try:
@@ -111,9 +117,9 @@ def _supervise(
         raise
 
 
-def _dry_run(config: Config, resume: Path | None) -> int:
+def _dry_run(given: Config, config: Config, choice: Choice | None, resume: Path | None) -> int:
     """Checks everything that needs no GPU. Prints a summary of the run and what was checked, also where this machine
-    lacks the device or the engine, and every mistake."""
+    lacks the device or the engine, and every mistake. `given` is the configuration before its engine was chosen."""
     import asyncio
 
     from offbeat.cli import main
@@ -129,7 +135,7 @@ def _dry_run(config: Config, resume: Path | None) -> int:
         from offbeat.launch.preflight import check_device, check_server, checking, print_advice
 
         async def examine() -> None:
-            roles: list[str] = []
+            roles = [f"engine       {choice.told}"] if choice else []
             for check in (check_device(config.model.device), check_server(config)):
                 try:
                     roles.extend(await check)
@@ -137,7 +143,7 @@ def _dry_run(config: Config, resume: Path | None) -> int:
                     mistakes.append(error)
             try:
                 async with checking(config, home=resume) as found:
-                    lines.extend(preview(config, resume, found.num_parameters, found.num_held_out))
+                    lines.extend(preview(config, resume, found.num_parameters, found.num_held_out, given=given))
                     lines.extend(["", "checked", *found.lines(), *roles])
                     advice.extend(found.advice())
             except UserError as error:

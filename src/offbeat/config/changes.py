@@ -33,8 +33,9 @@ class Change(NamedTuple):
 
 def fixed_changes(old: Mapping[str, Any], new: Config) -> list[Change]:
     """Returns changes from the stored configuration `old` to keys that are fixed for the life of a run; any such change
-    forbids resuming it."""
-    return [change for place, change in _changes(old, new) if not _may_change(place, new)]
+    forbids resuming it. A run whose workers chose their engines themselves may go on with any engine."""
+    changes = [change for place, change in _changes(old, new) if not _may_change(place, new)]
+    return [change for change in changes if (change.key, change.old) != ("rollout.engine", "auto")]
 
 
 def free_changes(old: Mapping[str, Any], new: Config) -> list[Change]:

@@ -201,7 +201,8 @@ def _advantage(config: Config) -> str:
 
 def _correction(config: Config) -> Correction:
     """Returns the default correction: "off" if all data comes from the current weights and the embedded engine."""
-    if config.schedule.bound == 0 and config.rollout.engine == "embedded":
+    is_embedded = config.rollout.engine == "embedded" or config.run.exact
+    if config.schedule.bound == 0 and is_embedded:
         return "off"
     return "sequence_tis" if config.loss.preset.policy == "sequence_clip" else "tis"
 
@@ -275,8 +276,8 @@ def engine_can_do_it(config: Config) -> None:
     rollout, url = config.rollout, config.engine.url
     if rollout.engine == "paced" and os.environ.get(TESTING) != "1":
         raise ValueError(
-            'rollout.engine = "paced": allowed "embedded", "vllm", "sglang"; the paced engine has no model and serves '
-            f"tests, which set {TESTING}=1"
+            'rollout.engine = "paced": allowed "auto", "embedded", "vllm", "sglang"; the paced engine has no model and '
+            f"serves tests, which set {TESTING}=1"
         )
     if config.run.exact and rollout.engine in SERVED:
         raise ValueError(
@@ -292,8 +293,8 @@ def engine_can_do_it(config: Config) -> None:
         )
     if url is not None and rollout.engine not in SERVED:
         raise ValueError(
-            f'engine.url = "{url}": rollout.engine = "{rollout.engine}" has no server; add --rollout.engine vllm '
-            "or sglang, whichever serves that URL"
+            f'engine.url = "{url}": rollout.engine = "{rollout.engine}" does not say which server that is; add '
+            "--rollout.engine vllm or sglang"
         )
 
 
@@ -639,9 +640,9 @@ class ServeConfig(Section):
 class RolloutConfig(Section):
     workers: int | None = free(None, ge=0, le=64)
     """Worker processes on this machine; more may join from elsewhere. Without it, one process does everything."""
-    engine: Literal["embedded", "vllm", "sglang", "paced"] = "embedded"
-    """Inference engine: embedded, vllm or sglang. embedded: the model itself, in the worker. vllm, sglang: a server
-    beside each worker, see [engine]."""
+    engine: Literal["auto", "embedded", "vllm", "sglang", "paced"] = "auto"
+    """Inference engine: auto, embedded, vllm or sglang. auto: vllm if it is installed and there is a GPU, otherwise
+    embedded. embedded: the model itself, in the worker. vllm, sglang: a server beside each worker, see [engine]."""
     kv: Literal["same", "refill", "stale"] = "same"
     """KV cache when weights change. same: recomputed with the new weights. refill: recomputed too, and no request uses
     another's. stale: kept across a load (max_staleness of 1 or more)."""

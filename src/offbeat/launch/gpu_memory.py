@@ -56,7 +56,7 @@ def training_bytes(config: Config, num_parameters: int, *, on_gpu: bool) -> dict
     """Returns the least memory that trainer and embedded engine need on one device, besides activations and KV cache,
     as bytes by purpose. `on_gpu`: whether model.dtype = "auto" stands for bfloat16."""
     dtype = "bfloat16" if config.model.dtype == "auto" and on_gpu else config.model.dtype
-    weights, has_engine = BYTES_PER_PARAMETER[dtype] * num_parameters, config.rollout.engine == "embedded"
+    weights, has_engine = BYTES_PER_PARAMETER[dtype] * num_parameters, config.rollout.engine in ("auto", "embedded")
     engine = {"engine": weights} if has_engine else {}
     if config.model.lora_rank:  # the frozen weights also serve as the reference; adapters are too small to count
         return {"weights": weights, **engine}

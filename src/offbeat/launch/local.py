@@ -32,7 +32,7 @@ from offbeat.launch.coordinator_runtime import (
 )
 from offbeat.launch.engine_parts import check_engine, make_engine
 from offbeat.launch.given import Given
-from offbeat.launch.preflight import check_device, checking, has_gpu_driver
+from offbeat.launch.preflight import check_device, checking, may_have_gpu
 from offbeat.launch.run_folder import RunFolder
 from offbeat.launch.stopping import Stopping, interruptible
 from offbeat.observability.loading import loading
@@ -83,11 +83,13 @@ async def _run(folder: RunFolder, given: Given, *, from_scratch: bool) -> dict[s
     config = folder.config
     async with AsyncExitStack() as stack:
         start_s, is_quiet = time.monotonic(), config.log.console == "quiet"
-        if not has_gpu_driver():  # a GPU would be missed only when everything else is loaded
+        if not may_have_gpu():  # a GPU would be missed only when everything else is loaded
             await check_device(config.model.device)
         checked = await stack.enter_async_context(checking(config, given, folder.path))
         checked.announce(folder)
-        with loading(f"run {folder.path}: {config.model.path}", is_quiet=is_quiet) as stage, interruptible():
+        kind = "paced" if config.rollout.engine == "paced" else "embedded"
+        what = f"run {folder.path}: {config.model.path}, engine {kind}"
+        with loading(what, is_quiet=is_quiet) as stage, interruptible():
             stage("importing torch")
             with collecting_later():
                 import torch
@@ -102,7 +104,7 @@ async def _run(folder: RunFolder, given: Given, *, from_scratch: bool) -> dict[s
             stage("reading the model")
             settings = model_parts.trainer_settings(config)  # first, because it finds the user's own loss
             model = model_parts.load(config)
-            twin = copy.deepcopy(model) if config.rollout.engine == "embedded" else None  # faster than from disk
+            twin = copy.deepcopy(model) if config.rollout.engine != "paced" else None  # faster than from disk
             policy, reference = model_parts.make_policy(config, model)
             adapter = model_parts.make_adapter(config, policy)
             engine = make_engine(config, WORKER, twin)

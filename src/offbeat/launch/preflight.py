@@ -21,7 +21,7 @@ from offbeat.config.schema import SERVED, Config
 from offbeat.data.mixture import Mixture
 from offbeat.errors import UserError
 from offbeat.extras import collecting_later
-from offbeat.launch import wiring
+from offbeat.launch import engine_choice, wiring
 from offbeat.launch.coordinator_runtime import Prepared, prepare
 from offbeat.launch.given import Given
 from offbeat.launch.model_size import num_parameters
@@ -42,8 +42,6 @@ try:
 except UserError as error:
     print(error)
 """
-GPU_DRIVERS = ("/proc/driver/nvidia/version", "/dev/nvidia0", "/dev/kfd", "/dev/dxg", "/dev/nvmap")
-"""Files of which one exists where the driver of an NVIDIA or AMD GPU is loaded, also in WSL and on Jetson."""
 
 
 @dataclass(frozen=True)
@@ -149,9 +147,9 @@ async def check_roles(config: Config) -> list[str]:
     return [*await check_device(config.model.device), *await check_server(config)]
 
 
-def has_gpu_driver() -> bool:
+def may_have_gpu() -> bool:
     """Returns whether this machine may have a GPU: it is a Mac, or a GPU's driver is loaded."""
-    return sys.platform == "darwin" or any(os.path.exists(path) for path in GPU_DRIVERS)
+    return sys.platform == "darwin" or engine_choice.has_gpu_driver()
 
 
 async def check_device(device: str) -> list[str]:
@@ -166,7 +164,7 @@ async def check_device(device: str) -> list[str]:
         out, _ = await process.communicate()
         if refusal := out.decode().strip():
             raise UserError(refusal)
-    return ["device       cpu (auto)" if device == "auto" and not has_gpu_driver() else f"device       {device}"]
+    return ["device       cpu (auto)" if device == "auto" and not may_have_gpu() else f"device       {device}"]
 
 
 async def check_server(config: Config) -> list[str]:

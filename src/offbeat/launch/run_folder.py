@@ -36,13 +36,13 @@ from offbeat.config.explain import show
 from offbeat.config.schema import RunConfig
 from offbeat.errors import OffbeatError, UserError
 from offbeat.files import Appender, cannot_write, fsync_file, make_folder, readable_by, write_atomic
+from offbeat.launch.engine_choice import AUTO, with_engine
 from offbeat.net import shown
 from offbeat.observability.metric_files import read_events
 from offbeat.observability.trace import Trace
 
 if TYPE_CHECKING:
     from offbeat.ledger.ledger import Ledger
-
 
 _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
@@ -378,9 +378,12 @@ def stored_config(path: Path) -> dict[str, Any]:
 
 
 def check_resumable(path: Path, config: Config) -> Config:
-    """Returns `config` with `run.name` set to the name of the run's folder, which may have been copied or moved. Raises
-    if a key that is fixed for the run differs from config.json or from the ledger, or if the ledger is lost."""
+    """Returns `config` with `run.name` set to the name of the run's folder, which may have been copied or moved, and
+    with the engine of the run instead of "auto". Raises if a key that is fixed for the run differs from config.json or
+    from the ledger, or if the ledger is lost."""
     stored = stored_config(path)
+    if config.rollout.engine == AUTO:
+        config = with_engine(config, *_engine_in(stored))
     is_own_name = config.run.name in (None, path.name, path.resolve().name)
     changes = fixed_changes(stored, _renamed(config, _name_in(stored)) if is_own_name else config)
     _refuse_changes(changes, f"the run {path} has", "leave it as it was")
@@ -511,6 +514,12 @@ def _renamed(config: Config, name: str | None) -> Config:
 def _name_in(stored: Mapping[str, Any]) -> str | None:
     run = stored.get("run")
     return run.get("name") if isinstance(run, Mapping) else None
+
+
+def _engine_in(stored: Mapping[str, Any]) -> tuple[str, int | None]:
+    """Returns the engine in a stored configuration, and its number of workers."""
+    rollout = stored.get("rollout") or {}
+    return rollout.get("engine", AUTO), rollout.get("workers")
 
 
 def _unused(path: Path) -> Path:

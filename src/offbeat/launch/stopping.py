@@ -21,6 +21,9 @@ T = TypeVar("T")
 Handler = Callable[[signal.Signals], object]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+WAKE_EVERY_S = 1.0
+"""Longest wait of the main thread at a time. Python calls the handler of a signal that comes just before the thread
+blocks only when the thread wakes."""
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
@@ -174,7 +177,7 @@ class _ThreadRun(Generic[T]):
         try:
             while not self._ended.done():
                 try:
-                    futures.wait([self._ended])
+                    futures.wait([self._ended], WAKE_EVERY_S)
                 except KeyboardInterrupt:
                     self._signalled(signal.SIGINT)
         except BaseException:

@@ -261,7 +261,7 @@ def _rounds(config: Config) -> EventModelConfig:
         group_size=config.batch.members,
         max_staleness=config.schedule.bound,
         resumes=config.rollout.kv == "stale",
-        pads=config.rollout.engine == "embedded",
+        pads=config.rollout.engine in ("auto", "embedded"),
     )
 
 

@@ -22,6 +22,7 @@ from offbeat.client.protocol import WorkerClient
 from offbeat.client.weight_transfer import CoordinatorReceiver, CoordinatorSources
 from offbeat.engines.protocol import Engine, EngineDied, KvMode
 from offbeat.errors import OffbeatError, RunOver, UserError
+from offbeat.launch.engine_choice import announce, with_chosen_engine
 from offbeat.launch.engine_parts import Engines, HasAdapterBase, engines_of
 from offbeat.launch.joining import Invitation, JoinedRun, joined, report_run_over
 from offbeat.launch.stopping import Stopping, interruptible
@@ -167,20 +168,22 @@ async def work(
     """
     async with AsyncExitStack() as stack:
         member = await stack.enter_async_context(joined(invitation, overrides))
-        engine = f"engine {member.config.rollout.engine}, model {member.config.model.path}"
+        config, choice = with_chosen_engine(member.config)
+        engine = f"engine {config.rollout.engine}, model {config.model.path}"
         _say(f"worker {member.worker}: joined {member.run} at {invitation.url}; loading {engine}")
+        announce(choice, config)
         spool = Spool(invitation.folder / "spool" / member.run)
         stack.callback(spool.close)
         try:
             with interruptible():
                 engines = engines_of(
-                    member.config, member.worker, invitation.folder, engine_log, beside_trainer=beside_trainer
+                    config, member.worker, invitation.folder, engine_log, beside_trainer=beside_trainer
                 )
         except KeyboardInterrupt:
             await _leave(member)
             raise
         stack.push_async_callback(engines.close)
-        metrics, has_base = WorkerMetrics(), HasAdapterBase(engines, member.config)
+        metrics, has_base = WorkerMetrics(), HasAdapterBase(engines, config)
         cache = invitation.folder / "weights"
         brought = await stack.enter_async_context(
             receiving(member, cache, site, metrics.fetched, has_base, allow_plain=invitation.allow_plain)

@@ -91,8 +91,8 @@ async def probe_interpreter(
     found = json.loads(printed)
     if not found["has"]:
         raise UserError(
-            f'rollout.engine = "{engine}": {python} has no package {engine}; install it there, or name the Python of '
-            "an environment that has it with --engine.python"
+            f'rollout.engine = "{engine}": {python} has no package {engine}; install it there, name the Python of an '
+            "environment that has it with --engine.python, or use --rollout.engine embedded"
         )
     share = share_of(found["bytes"]) if share_of and found["gpus"] else config.engine.assumed_share
     return EngineMachine(python, found["gpus"], share)

@@ -108,7 +108,7 @@ class ServerEngines:
             except ServerEnded as error:
                 await server.stop()
                 if error.status > 0 and not self._has_lived:  # another start would fail in the same way
-                    raise UserError(str(error)) from error
+                    raise UserError(f'{error}; without {server.name}: rollout.engine = "embedded"') from error
                 self.log(f"dead: {error}")
                 self._restarts.started()  # it never answered, so its lifetime counts as 0
                 await self._pause(error, error.status)
