@@ -37,6 +37,8 @@ def test_who_is_waited_for_depends_on_who_was_there():
     nobody = Activity(**{**WORKING, "num_workers": 0, "num_answers": 0, "is_training": False})
     assert in_words(nobody, "local", had_worker=False) == "starting the engine"
     assert in_words(nobody, "", had_worker=True) == "waiting for a worker"
+    told = in_words(nobody, "", "vllm", had_worker=False)
+    assert told == "waiting for the first worker; vllm takes a minute or two to start"
 
 
 def test_something_moves_within_the_steps_of_a_real_run(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from offbeat.config.schema import Config
+from offbeat.config.schema import SERVED, Config
 from offbeat.coordinator.admission import Issuer
 from offbeat.coordinator.coordinator import Activity, Coordinator
 from offbeat.coordinator.maintenance import WeightGarbageCollector
@@ -98,7 +98,8 @@ async def open_coordinator(
         coordinator.record_spans(folder.trace.record)
         if config.eval.every and not issuer.eval_plan.every:
             console.note("no evaluation: no task has a held-out split")
-        showing = asyncio.create_task(_show_activity(coordinator, reporter, num_generated))
+        server = config.rollout.engine if config.rollout.engine in SERVED and config.engine.url is None else ""
+        showing = asyncio.create_task(_show_activity(coordinator, reporter, num_generated, server))
         stack.push_async_callback(_end, showing)
         yield CoordinatorRuntime(ledger, coordinator, reporter, console)
 
@@ -123,7 +124,9 @@ def _report_and_trace(reporter: Reporter, row: Mapping[str, Any]) -> None:
 ACTIVITY_EVERY_S = 1.0
 
 
-async def _show_activity(coordinator: Coordinator, reporter: Reporter, num_generated: Callable[[], int | None]) -> None:
+async def _show_activity(
+    coordinator: Coordinator, reporter: Reporter, num_generated: Callable[[], int | None], server: str
+) -> None:
     had_worker, before, before_s = False, num_generated(), time.monotonic()
     while True:
         await asyncio.sleep(ACTIVITY_EVERY_S)
@@ -132,18 +135,24 @@ async def _show_activity(coordinator: Coordinator, reporter: Reporter, num_gener
         now, now_s = num_generated(), time.monotonic()
         rate = 0.0 if now is None or before is None else (now - before) / (now_s - before_s)
         before, before_s = now, now_s
-        words = in_words(activity, coordinator.only_worker, had_worker=had_worker, tokens_per_second=rate)
+        words = in_words(activity, coordinator.only_worker, server, had_worker=had_worker, tokens_per_second=rate)
         reporter.doing(words, activity.num_workers)
 
 
-def in_words(activity: Activity, only_worker: str, *, had_worker: bool, tokens_per_second: float = 0.0) -> str:
+def in_words(
+    activity: Activity, only_worker: str, server: str = "", *, had_worker: bool, tokens_per_second: float = 0.0
+) -> str:
     """Describes what a run is doing. `only_worker`: name of the worker of a run of one process, "" in any other run;
-    `had_worker`: whether a worker has been present before; `tokens_per_second`: of that engine now, 0 if unknown. It is
-    the sign of life while long answers are generated."""
+    `server`: engine that workers start as a process, which takes long; `had_worker`: whether a worker has been present
+    before; `tokens_per_second`: of that engine now, 0 if unknown. It is the sign of life while long answers are
+    generated."""
     if not activity.has_version:
         return "waiting for the trainer's first weights"
     if not activity.num_workers:
-        return "starting the engine" if only_worker else f"waiting for {'a' if had_worker else 'the first'} worker"
+        if only_worker:
+            return "starting the engine"
+        start = f"; {server} takes a minute or two to start" if server else ""
+        return f"waiting for {'a' if had_worker else 'the first'} worker{start}"
     words = ["training"] if activity.is_training else []
     if activity.num_answers or not (words or activity.num_eval_wanted):
         words.append(f"answers {activity.num_answers}/{activity.num_wanted}")
