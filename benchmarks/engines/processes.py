@@ -72,10 +72,10 @@ class Settings:
     def http_command(self, listen: Sequence[str]) -> list[str]:
         return http_command(self.config, self.machine, listen, ipc=self.uses_ipc)
 
-    def offline_command(self) -> list[str]:
-        """Returns the worker's command line with the script `offline.py` in place of the module."""
+    def offline_command(self, script: Path = SCRIPT) -> list[str]:
+        """Returns the worker's command line with a script in place of the module."""
         python, *words = commands.command(self.config, self.machine, ())
-        return [python, str(SCRIPT), *words[words.index(MODULE) + 2 :]]
+        return [python, str(script), *words[words.index(MODULE) + 2 :]]
 
 
 async def find_settings(

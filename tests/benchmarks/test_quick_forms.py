@@ -88,7 +88,8 @@ ONE_GPU = {
     for case, card_gb in (("lora", 24), ("full", 80))
     for figure, target in {"peak GB": card_gb, "next step s": 60, "first step after restart s": 30}.items()
 } | {"ledger findings": 0}
-BARS |= {"one_gpu": ONE_GPU}
+OVERLAP = {"over alternate": 1.4, "over TRL": 2.0, "of the ceiling": 0.85}
+BARS |= {"one_gpu": ONE_GPU, "overlap": OVERLAP}
 ARCHITECTURES = {
     "architectures attempted": 120,
     "disagreements": 0,
@@ -104,6 +105,7 @@ DECIDES_NOTHING = {
     "planner_scale": [],
     "train_speed": list(TRAIN_SPEED),
     "one_gpu": list(ONE_GPU),
+    "overlap": ["over TRL", "of the ceiling"],
     "ledger": ["seconds of a claim over bare SQLite", "seconds of a claim, large over small"],
     "swarm": ["submissions/s over a server without a ledger", "memory growth in five minutes"],
     "async_vs_sequential": ["samples to 80% of the gain, overlap over alternate"],

@@ -1,0 +1,84 @@
+"""Trains on the word problems with TRL's GRPOTrainer, inside TRL's own environment: python trl_words.py SPEC.json.
+
+Model, problems, reward, batch, loss, learning rate and sampling are Offbeat's. Writes a row a step to rows.jsonl: its
+seconds, the mean length of its answers, and its reward. On a GPU the engine is vLLM in the trainer's process, and
+all is in bfloat16, which is faster than TRL's default.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from benchmarks.common.word_problems import reward
+
+SAMPLES_PER_MICROBATCH = 32
+"""The fastest of 8, 16, 32 and 64 on an H200."""
+
+
+def rewards(completions: list[Any], answer: list[str], **columns: object) -> list[float]:
+    return [reward(turns[0]["content"], right) for turns, right in zip(completions, answer, strict=True)]
+
+
+class Rows(TrainerCallback):
+    def __init__(self) -> None:
+        self.before_s = time.perf_counter()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **further: Any) -> None:
+        if not logs or "reward" not in logs:
+            return
+        now_s = time.perf_counter()
+        row = {"step": state.global_step, "seconds": now_s - self.before_s, "reward": float(logs["reward"])}
+        row["length"] = float(logs["completions/mean_length"])
+        with Path("rows.jsonl").open("a") as file:
+            print(json.dumps(row), file=file)
+        self.before_s = now_s
+
+
+def main() -> None:
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    rows = [json.loads(line) for line in Path(spec["rows"]).read_text().splitlines()]
+    prompts = [{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in rows]
+    engine = {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": 0.3,
+        "vllm_max_model_length": spec["max_tokens"],
+    }
+    samples = min(SAMPLES_PER_MICROBATCH, spec["samples"])
+    arguments = GRPOConfig(
+        output_dir="trl",
+        max_steps=spec["steps"],
+        num_generations=spec["group_size"],
+        per_device_train_batch_size=samples,
+        gradient_accumulation_steps=spec["samples"] // samples,
+        steps_per_generation=spec["samples"] // samples,
+        max_completion_length=spec["max_new_tokens"],
+        temperature=1.0,
+        top_p=1.0,
+        beta=0.0,
+        loss_type="grpo",
+        learning_rate=2e-5,
+        lr_scheduler_type="constant",
+        bf16=spec["on_gpu"],
+        model_init_kwargs={"dtype": "bfloat16" if spec["on_gpu"] else "float32"},
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to="none",
+        logging_steps=1,
+        disable_tqdm=True,
+        **(engine if spec["on_gpu"] else {}),
+    )
+    dataset = Dataset.from_list(prompts)
+    GRPOTrainer(spec["model"], rewards, args=arguments, train_dataset=dataset, callbacks=[Rows()]).train()
+
+
+if __name__ == "__main__":
+    main()
