@@ -11,7 +11,8 @@ the GPU on which the trainer works. Counted are trained answer tokens per second
   ahead of the other by more than two steps. Nothing else is done: no rewards, no ledger, no new weights.
 
 The lengths of the ceiling are those that the first of Offbeat's runs generated. `--quick` trains the tiny model by the
-embedded engine on the CPU, without TRL and ceiling unless interpreters for them are named, and decides nothing.
+embedded engine on the CPU, without TRL, and without the ceiling unless --python names an interpreter with vLLM; it
+decides nothing.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from benchmarks.common.runs import read_rows, run_command
 from benchmarks.common.trl_environment import trl_python
 from benchmarks.overlap.ceiling import Canned, measure_ceiling
 from offbeat.errors import OffbeatError
+from offbeat.model.loading import resolve
 from offbeat.model.smollm2 import write
 
 HERE = Path(__file__).parent
@@ -82,8 +84,7 @@ def train(work: Work, words: Sequence[str], folder: Path) -> tuple[Rate, Path]:
     config = word_problems.sections(work.model, work.rows, work.num_steps, **sizes)
     (folder / "config.json").write_text(json.dumps(config))
     command = [sys.executable, "-m", "offbeat", "train", "config.json", "--run.name=a", *work.engine, *words]
-    path = {"PYTHONPATH": ":".join([str(report.REPOSITORY / "src"), str(report.REPOSITORY), *sys.path])}
-    run_command(command, folder, path)
+    run_command(command, folder, _paths(sys.executable))
     steps = [row for row in read_rows(folder / "runs" / "a" / "metrics.jsonl") if "reward" in row][work.num_warmup :]
     seconds = sum(row["seconds"] for row in steps)
 
@@ -102,26 +103,30 @@ def train(work: Work, words: Sequence[str], folder: Path) -> tuple[Rate, Path]:
     return Rate(sum(row["num_trained_tokens"] for row in steps) / seconds, more), folder / "runs" / "a"
 
 
-def train_with_trl(work: Work, python: Path, folder: Path, *, on_gpu: bool) -> Rate:
+def train_with_trl(work: Work, python: Path, folder: Path) -> Rate:
     folder.mkdir(parents=True)
     spec = {
-        "model": str(Path(work.model).absolute()),
+        "model": str(resolve(work.model)),
         "rows": str(work.rows),
         "steps": work.num_steps,
         "samples": work.samples_per_step,
         "group_size": work.group_size,
-        "max_new_tokens": word_problems.MAX_NEW_TOKENS if on_gpu else 32,
+        "max_new_tokens": word_problems.MAX_NEW_TOKENS,
         "max_tokens": word_problems.MAX_PROMPT_TOKENS + word_problems.MAX_NEW_TOKENS,
-        "on_gpu": on_gpu,
     }
     (folder / "spec.json").write_text(json.dumps(spec))
-    path = {"PYTHONPATH": ":".join([str(report.REPOSITORY), *(sys.path if str(python) == sys.executable else [])])}
-    run_command([str(python), str(HERE / "trl_words.py"), "spec.json"], folder, path)
+    run_command([str(python.absolute()), str(HERE / "trl_words.py"), "spec.json"], folder, _paths(str(python)))
     steps = read_rows(folder / "rows.jsonl")[work.num_warmup :]
     seconds = sum(row["seconds"] for row in steps)
     more = {key: statistics.mean(row[key] for row in steps) for key in ("length", "reward")}
     tokens = sum(row["length"] * work.samples_per_step for row in steps)
     return Rate(tokens / seconds, {"step_s": seconds / len(steps), **more})
+
+
+def _paths(python: str) -> dict[str, str]:
+    """Returns PYTHONPATH for an interpreter: this project's, and for our own interpreter also what it sees itself."""
+    project = [str(report.REPOSITORY / "src"), str(report.REPOSITORY)]
+    return {"PYTHONPATH": ":".join([*project, *(sys.path if python == sys.executable else [])])}
 
 
 def rows_of(found: Mapping[str, Sequence[Rate]]) -> list[tuple[str, ...]]:
@@ -209,10 +214,10 @@ def main() -> int:
                 if any(text in name for text in wanted):
                     rate, run = train(work, words, place / name.replace(", ", "-"))
                     note(name, rate)
-            if any(text in "TRL" for text in wanted) and (has_gpu or options.trl_python):
+            if any(text in "TRL" for text in wanted) and not options.quick:
                 few = replace(work, num_steps=min(work.num_steps, 14), num_warmup=1)
-                python = Path(sys.executable) if has_gpu and not options.trl_python else trl_python(options.trl_python)
-                note("TRL", train_with_trl(few, python, place / "trl", on_gpu=has_gpu))
+                python = trl_python(options.trl_python) if options.trl_python else Path(sys.executable)
+                note("TRL", train_with_trl(few, python, place / "trl"))
             if any(text in "ceiling" for text in wanted) and has_vllm:
                 if run is None:
                     raise OffbeatError("--only: the ceiling needs a run of Offbeat's, for the lengths of its answers")
@@ -222,7 +227,9 @@ def main() -> int:
                     note(f"ceiling, {rows} rows", rate)
         header = ["way", "trained tokens/s", "step s", "wait", "train", "publish", "staleness", "length", "reward"]
         raw = {name: [{"tokens_per_s": one.tokens_per_s, **one.more} for one in ones] for name, ones in found.items()}
-        report.show("overlap", header, rows_of(found), bars_of(found, quick=options.quick), ways=raw)
+        report.show(
+            "overlap", header, rows_of(found), bars_of(found, quick=options.quick), quick=options.quick, ways=raw
+        )
     return 0
 
 

@@ -1,7 +1,7 @@
 """Trains on the word problems with TRL's GRPOTrainer, inside TRL's own environment: python trl_words.py SPEC.json.
 
 Model, problems, reward, batch, loss, learning rate and sampling are Offbeat's. Writes a row a step to rows.jsonl: its
-seconds, the mean length of its answers, and its reward. On a GPU the engine is vLLM in the trainer's process, and
+seconds, the mean length of its answers, and its reward. The engine is vLLM in the trainer's process, and
 all is in bfloat16, which is faster than TRL's default.
 """
 
@@ -46,12 +46,6 @@ def main() -> None:
     spec = json.loads(Path(sys.argv[1]).read_text())
     rows = [json.loads(line) for line in Path(spec["rows"]).read_text().splitlines()]
     prompts = [{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in rows]
-    engine = {
-        "use_vllm": True,
-        "vllm_mode": "colocate",
-        "vllm_gpu_memory_utilization": 0.3,
-        "vllm_max_model_length": spec["max_tokens"],
-    }
     samples = min(SAMPLES_PER_MICROBATCH, spec["samples"])
     arguments = GRPOConfig(
         output_dir="trl",
@@ -67,14 +61,17 @@ def main() -> None:
         loss_type="grpo",
         learning_rate=2e-5,
         lr_scheduler_type="constant",
-        bf16=spec["on_gpu"],
-        model_init_kwargs={"dtype": "bfloat16" if spec["on_gpu"] else "float32"},
+        bf16=True,
+        model_init_kwargs={"dtype": "bfloat16"},
         gradient_checkpointing=False,
         save_strategy="no",
         report_to="none",
         logging_steps=1,
         disable_tqdm=True,
-        **(engine if spec["on_gpu"] else {}),
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=0.3,
+        vllm_max_model_length=spec["max_tokens"],
     )
     dataset = Dataset.from_list(prompts)
     GRPOTrainer(spec["model"], rewards, args=arguments, train_dataset=dataset, callbacks=[Rows()]).train()
