@@ -11,7 +11,8 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -180,7 +181,7 @@ class EmbeddedEngine:
     def _run(self) -> None:
         ended = EngineDied(f"engine {self.worker} is closed")
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._own_stream():
                 self._stepper.record()  # here, because the caller has other things to prepare meanwhile
                 while self._take_commands():
                     self._deliver(self._stepper.step())
@@ -192,6 +193,20 @@ class EmbeddedEngine:
             self._ended = ended
             left, self._answers = list(self._answers.values()), {}
         _resolve([(answer, ended) for answer in left])
+
+    @contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """Within the block, work on a GPU goes to a stream of this thread's own, before work that waits in others. In
+        the default stream, a step would wait for all that the trainer has launched. With `exact`, nobody trains
+        meanwhile."""
+        device = self._stepper.model.device
+        if device.type != "cuda" or self.capabilities.exact:
+            yield
+            return
+        stream = torch.cuda.Stream(device, priority=-1)
+        stream.wait_stream(torch.cuda.default_stream(device))  # the model's weights may still be on their way
+        with torch.cuda.stream(stream):
+            yield
 
     def _take_commands(self) -> bool:
         """Sleeps while there is nothing to do, then runs the queued commands. Returns False if the thread must end."""

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from offbeat.engines.cached_prefixes import token_key
 from offbeat.engines.embedded.attention import KeyValueSlots
+from offbeat.engines.embedded.graphs import Graphs, padded_rows, padded_tokens
 from offbeat.engines.protocol import EngineMetrics
 
 
@@ -95,6 +97,10 @@ class Prefill:
         self.model, self.kv, self.max_context_tokens, self.exact = model, kv, max_context_tokens, exact
         self.prompts = CachedPrompts()
         self._use_threads = use_threads
+        self.graphs: Graphs | None = None
+        """Runs forward passes, if it is set, in few shapes."""
+        self._inputs: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        """Tokens and slots that the graphs read, by the shape of the tokens."""
         keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._options = {"logits_to_keep": 1} if keeps_logits else {}
 
@@ -130,24 +136,44 @@ class Prefill:
 
     def compute(self, batch: Sequence[Wanted]) -> int:
         """Computes a batch's keys and values in one forward pass; returns the number of tokens, padding included."""
-        longest = max(len(one.tokens) for one in batch)
+        num_rows, longest = len(batch), max(len(one.tokens) for one in batch)
         if self.exact:
             longest = round_up(longest, MIN_EXACT_ROWS)
-        padded = np.zeros((len(batch), longest), np.int64)
-        for row, one in enumerate(batch):
-            padded[row, : len(one.tokens)] = one.tokens
+        if self.graphs is not None:
+            num_rows, longest = padded_rows(num_rows), padded_tokens(longest, self.kv.max_context_tokens)
+        padded, slots = np.zeros((num_rows, longest), np.int64), np.zeros(num_rows, np.int64)
+        for row in range(num_rows):
+            one = batch[row if row < len(batch) else 0]  # writes the same keys and values once more
+            padded[row, : len(one.tokens)], slots[row] = one.tokens, one.slot
         self._use_threads(padded.size)
-        device = self.model.device
-        self.kv.begin_prefill(torch.tensor([one.slot for one in batch], dtype=torch.int64, device=device))
-        positions = torch.arange(longest, device=device).clamp_(max=self.max_context_tokens - 1)
+        if self.graphs is None:
+            device = self.model.device
+            self._forward(torch.from_numpy(padded).to(device), torch.from_numpy(slots).to(device))
+        else:
+            self._replay(self.graphs, padded, slots)
+        return int(padded.size)
+
+    def _forward(self, tokens: Tensor, slots: Tensor) -> None:
+        num_rows, longest = tokens.shape
+        positions = torch.arange(longest, device=tokens.device).clamp_(max=self.max_context_tokens - 1)
+        self.kv.begin_prefill(slots)
         self.model(
-            input_ids=torch.from_numpy(padded).to(device),
-            position_ids=positions.expand(len(batch), longest),
+            input_ids=tokens,
+            position_ids=positions.expand(num_rows, longest),
             past_key_values=self.kv,
             use_cache=True,
             **self._options,
         )
-        return int(padded.size)
+
+    def _replay(self, graphs: Graphs, tokens: np.ndarray, slots: np.ndarray) -> None:
+        """Computes a batch by a graph, which reads tokens and slots where the first batch of this shape had them."""
+        if tokens.shape not in self._inputs:
+            device = self.model.device
+            self._inputs[tokens.shape] = (torch.from_numpy(tokens).to(device), torch.from_numpy(slots).to(device))
+        own_tokens, own_slots = self._inputs[tokens.shape]
+        own_tokens.copy_(torch.from_numpy(tokens))
+        own_slots.copy_(torch.from_numpy(slots))
+        graphs.run(("prefill", *tokens.shape), lambda: self._forward(own_tokens, own_slots))
 
 
 def round_up(number: int, multiple: int) -> int:

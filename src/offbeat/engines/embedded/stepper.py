@@ -11,6 +11,8 @@ request only when it starts or ends and when weights change.
 - With `exact` and a fixed number of threads and slots, a token depends on weights, prompt and seed alone, to the bit.
   For that, every step runs all slots, and prompts are prefilled one at a time. The response of a resumed request is fed
   token by token, in the same shapes in which it was sampled.
+- On a GPU, without `exact`, steps and prefills are replayed as CUDA graphs (`graphs`). Their shapes are rounded up, so
+  dead rows (without a request) take part; they change nothing that a live row or a cached prefix needs.
 - A model whose attention cannot be replaced (`model.usage`) has no KV slots: each step computes its rows from the first
   token on (`decode_forward.Recomputed`).
 """
@@ -21,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -38,6 +41,7 @@ from offbeat.engines.embedded.decode_forward import (
     recorded_in_parts,
     use_few_rows,
 )
+from offbeat.engines.embedded.graphs import CudaGraphs, Graphs, padded_rows, padded_tokens
 from offbeat.engines.embedded.prefill import Prefill, Wanted, round_up
 from offbeat.engines.embedded.sampling import RowSampling, draw, is_filtered, is_greedy, noise_key, uniform
 from offbeat.engines.embedded.weights import Staged, swap
@@ -52,6 +56,9 @@ READ_BUCKET_TOKENS = 16
 """Multiple to which the number of context tokens read is rounded up; keeps vector registers full and shapes stable."""
 SMALL_STEP_FLOPS = 1e9
 """Number of operations below which a forward pass runs on one thread (without `exact`); more threads would wait."""
+ADMIT_EVERY_STEPS, ADMIT_SHARE = 8, 1 / 16
+"""With graphs, requests start once this share of the slots is free, and else every so many steps: on a GPU, starting
+one request takes as long as starting many, several times as long as a step."""
 
 
 class Stepper:
@@ -99,6 +106,9 @@ class Stepper:
         with usage.one_line_errors(model, "a step of the embedded engine"), usage.without_random(model):
             self._forward = self._make_forward()
             self._check()
+        self._graphs: Graphs | None = None
+        self._admitted_at = 0
+        """Number of the step at which requests last started."""
         self._forward_in_parts: Forward | None = None
         """Forward pass in two parts; None until first used, because most runs never need it."""
         self.num_long = num_slots
@@ -108,11 +118,19 @@ class Stepper:
         self._count()
 
     def record(self) -> None:
-        """Records the decode step, if that is possible and allowed (`decode_forward`), to make steps faster. May be
-        called once, before the first request."""
-        if self.usage.has_slots and not self.exact:
+        """Records the decode step, if that is possible and allowed (`decode_forward`, `graphs`), to make steps faster.
+        May be called once, before the first request."""
+        if not self.usage.has_slots or self.exact:
+            return
+        if self.model.device.type == "cuda":
+            self.use_graphs(CudaGraphs())
+        else:
             with usage.without_random(self.model):
                 self._forward = recorded(DecodeForward(self.model), self._decode_inputs())
+
+    def use_graphs(self, graphs: Graphs) -> None:
+        """Runs steps and prefills by `graphs` from now on."""
+        self._graphs = self.prefill.graphs = graphs
 
     def submit(self, request: Request) -> None:
         self.waiting.append(request)
@@ -150,11 +168,11 @@ class Stepper:
         if self.is_idle:
             return []
         start_s = self._clock()
-        if self.waiting and self.free:
+        if self.waiting and self.free and self._is_time_to_admit():
             self._admit()
         if not self.exact:
             self._compact()
-            if self._has_started and self.usage.has_slots:
+            if self._has_started and self.usage.has_slots and self._graphs is None:
                 self._put_long_rows_first()
         parts = self._parts()
         ended = self._end(self._decode(parts), None)
@@ -169,22 +187,35 @@ class Stepper:
             return [(self.num_slots, round_up(self.max_context_tokens, READ_BUCKET_TOKENS))]
         num_rows = len(self.running)
         long, short = (round_up(self.num_steps + most + 1, READ_BUCKET_TOKENS) for most in self.largest_offsets)
+        if self._graphs is not None:
+            room = round_up(self.max_context_tokens, READ_BUCKET_TOKENS)
+            return [(padded_rows(num_rows, self.num_slots), padded_tokens(long, room))]
         if self.num_long >= num_rows or short >= long:
             return [(num_rows, long)]
         return [(self.num_long, long), (num_rows - self.num_long, short)]
 
     def _decode(self, parts: Sequence[tuple[int, int]]) -> list[int]:
         """Runs one decode step over `parts` (see `_parts`) and stores the new tokens; returns slots that are done."""
+        any_feeding = self.num_steps < self.feeding_until_step
+        if self._graphs is None:
+            done = self._draw_next(parts, any_feeding=any_feeding)
+        else:  # everything that decides which kernels run
+            kinds = (self.any_greedy, self.any_filtered, self.any_stops, any_feeding, self.rows.stops.shape[1])
+            work = partial(self._draw_next, parts, any_feeding=any_feeding)
+            done = self._graphs.run(("step", *parts[0], *kinds), work)
+        self.num_steps += 1
+        slots: list[int] = done.nonzero().squeeze(1).tolist()
+        return slots
+
+    def _draw_next(self, parts: Sequence[tuple[int, int]], *, any_feeding: bool) -> torch.Tensor:
+        """Draws the next token of each row and stores it; returns a mask of the rows that are done. Neither reads
+        anything back from the device nor replaces a tensor that lives on."""
         num_rows, rows = sum(num for num, _ in parts), self.rows
         logits = self._next_logits(num_rows, parts)
         sampling = rows.sampling(num_rows, any_greedy=self.any_greedy, any_filtered=self.any_filtered)
         noise = uniform(sampling.keys, rows.response_positions(num_rows))
         drawn, logprobs = draw(logits.float(), sampling, noise)
-        any_feeding = self.num_steps < self.feeding_until_step
-        done = rows.advance(drawn, logprobs, any_stops=self.any_stops, any_feeding=any_feeding)
-        self.num_steps += 1
-        slots: list[int] = done.nonzero().squeeze(1).tolist()
-        return slots
+        return rows.advance(drawn, logprobs, any_stops=self.any_stops, any_feeding=any_feeding)
 
     def _next_logits(self, num_rows: int, parts: Sequence[tuple[int, int]]) -> torch.Tensor:
         """Returns the logits after each row's current token; feeds that token or, without KV slots, the whole row."""
@@ -247,7 +278,13 @@ class Stepper:
 
     # Slots
 
+    def _is_time_to_admit(self) -> bool:
+        if self._graphs is None or not self.running or len(self.free) >= ADMIT_SHARE * self.num_slots:
+            return True
+        return self.num_steps >= self._admitted_at + ADMIT_EVERY_STEPS
+
     def _admit(self) -> None:
+        self._admitted_at = self.num_steps
         assert self.version is not None
         num_started = min(len(self.free), len(self.waiting))
         requests = [self.waiting.popleft() for _ in range(num_started)]
@@ -309,10 +346,13 @@ class Stepper:
         return max(running.num_known, self._num_kept(slot) + 1)
 
     def _compact(self) -> None:
-        """Moves the last live slots into free slots before them, so that all live slots come first."""
+        """Moves the last live slots into free slots before them, so that all live slots come first; with graphs, only
+        if the next step then runs fewer rows."""
         num_live = len(self.running)
         sources = [slot for slot in self.running if slot >= num_live]
         if not sources:
+            return
+        if self._graphs is not None and padded_rows(max(sources) + 1) == padded_rows(num_live):
             return
         targets = sorted(slot for slot in self.free if slot < num_live)
         self.rows.move(sources, targets)
@@ -321,6 +361,8 @@ class Stepper:
             self.running[target] = self.running.pop(source)
             self.prefill.prompts.exchange(source, target)
         self.free = list(range(num_live, self.num_slots))
+        if self._graphs is not None:
+            self._clear(sources)
 
     def _put_long_rows_first(self) -> None:
         """On a CPU, moves long rows to the first slots if steps then read less context; called after requests start."""
@@ -369,10 +411,14 @@ class Stepper:
             generations.append(running.generation(tokens[row], logprobs[row], why, self.worker, self.fingerprint))
             self.prefill.prompts.drop(slot)
         self.free.extend(slots)
-        if self.exact:  # otherwise steps do not run dead rows
-            self.rows.clear(slots, [self.cached.num_tokens(slot) if slot in self.cached else 0 for slot in slots])
+        if self.exact or self._graphs is not None:  # otherwise steps do not run dead rows
+            self._clear(slots)
         self._count()
         return generations
+
+    def _clear(self, slots: Sequence[int]) -> None:
+        """Marks the rows of free slots as dead, where they keep the KV that is cached in them."""
+        self.rows.clear(slots, [self.cached.num_tokens(slot) if slot in self.cached else 0 for slot in slots])
 
     def _cache(self, slot: int, tokens: np.ndarray) -> None:
         """Lists the keys and values of an aborted request as cached, so that the request can resume from them."""

@@ -78,6 +78,8 @@ def swap(staged: Staged) -> None:
     with torch.no_grad():
         for own, tensor in staged.pairs:
             own.copy_(tensor)
+    if staged.pairs and staged.pairs[0][0].device.type == "cuda":
+        torch.cuda.current_stream().synchronize()  # another stream may take the replacements' memory next
 
 
 def _read(state: Mapping[str, Tensor], version: Version, folder: Path) -> list[tuple[Tensor, Tensor]]:
