@@ -19,7 +19,7 @@ from offbeat.files import REMEDIES, cannot_write, create_atomic, disk_trouble, n
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO])
 def test_the_line_names_the_file_the_reason_and_the_remedy(number):
     told = str(cannot_write("runs/a/x.json", OSError(number, os.strerror(number))))
-    assert told == f"runs/a/x.json: cannot be written: {os.strerror(number)}; {REMEDIES[number]}, then --resume the run"
+    assert told == f"runs/a/x.json: cannot be written: {os.strerror(number)}; {REMEDIES[number]}, then resume the run"
 
 
 @pytest.mark.parametrize("write", [write_atomic, create_atomic])

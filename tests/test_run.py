@@ -168,6 +168,26 @@ def test_it_goes_on_with_its_rewards_and_says_what_to_call_next(stopped, capsys)
     assert "offbeat train" not in told
 
 
+def test_what_a_resume_refuses_changes_nothing(stopped):
+    state, config = repr(stopped), (stopped.path / "config.json").read_text()
+    trained = stopped.metrics[-1]["step"]
+    for given, told in (
+        ({"steps": "8"}, "run.steps"),
+        ({"steps": trained - 1}, f"run.steps = {trained - 1}: .* has trained {trained} steps already; give more"),
+        ({"steps": trained + 1, "reward": always_fails}, "its trial failed"),
+    ):
+        with pytest.raises(UserError, match=told):
+            stopped.resume(**given)
+        assert not stopped.is_running
+        assert (stopped.path / "config.json").read_text() == config
+        stopped.stop()  # returns at once
+    assert repr(offbeat.Run(stopped.path)) == state
+
+
+def always_fails(response):
+    raise ValueError("no")
+
+
 def test_a_callback_ends_the_run(tmp_path):
     run = train(tmp_path, "a", steps=50, callbacks=[lambda row: offbeat.STOP if row["step"] == 2 else None])
     assert (run.summary["steps"], run.summary["stopped_by"]) == (2, "callback <lambda>")

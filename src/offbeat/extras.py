@@ -21,11 +21,15 @@ def import_extra(module: str, extra: str, needed_by: str) -> ModuleType:
         raise UserError(f"{needed_by} needs the package {module} ({error}): pip install 'offbeat[{extra}]'") from error
 
 
+owns_process = False
+"""Whether this process runs one command of Offbeat's and nothing else, and so no Python program or notebook."""
+
+
 @contextmanager
 def hidden(package: str) -> Iterator[None]:
-    """Makes imports of `package` fail within the block, so that libraries take it for not installed; does nothing if it
-    is already loaded."""
-    if package in sys.modules:
+    """Makes imports of `package` fail within the block, so that libraries take it for not installed. Does nothing if it
+    is already loaded, and in a process that goes on to do other things: a library would remember that it is missing."""
+    if not owns_process or package in sys.modules:
         yield
         return
     sys.modules[package] = None  # type: ignore[assignment]  # makes an import fail at once

@@ -36,7 +36,7 @@ _masks_held: list[int] = []
 _mask_before = 0
 
 
-def cannot_write(path: Path | str, error: OSError, then: str = "then --resume the run") -> DiskError:
+def cannot_write(path: Path | str, error: OSError, then: str = "then resume the run") -> DiskError:
     """Returns the error for a file that cannot be written. Its one-line message names the file, the cause, the remedy,
     and what to do after the remedy (`then`)."""
     return DiskError(f"{path}: cannot be written: {error.strerror or error}; {remedy(error)}, {then}")
@@ -47,7 +47,7 @@ def remedy(error: Exception) -> str:
     return REMEDIES.get(getattr(error, "errno", None) or errno.ENOSPC, "correct the cause")
 
 
-def disk_trouble(error: BaseException, then: str = "then --resume the run") -> DiskError | None:
+def disk_trouble(error: BaseException, then: str = "then resume the run") -> DiskError | None:
     """Returns the error of `cannot_write` if `error` is a disk error; None for any other error, which may be a bug.
     `then` is what to do after the remedy."""
     if not isinstance(error, OSError) or error.errno not in REMEDIES:

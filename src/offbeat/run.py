@@ -81,16 +81,17 @@ class Run:
         wait: bool = True,
         **overrides: Any,
     ) -> None:
-        self._given = {"reward": reward, "callbacks": callbacks, "loggers": loggers}
-        self._training = training = _Training()
+        training = _Training()
         home = _run_to_resume(resume)
         with tempfile.TemporaryDirectory(prefix="offbeat-") as scratch:
             rows = Path(scratch).resolve() / ROWS
             rows.mkdir()
             prepared = arguments.prepare(config, overrides, task=task, reward=reward, resume=home, rows=rows)
+            # Only now, so that arguments that were refused change nothing.
+            self._given = {"reward": reward, "callbacks": callbacks, "loggers": loggers}
             if prepared.functions:
                 self._given["task"] = list(prepared.functions.values())
-            self._functions = prepared.functions
+            self._functions, self._training = prepared.functions, training
             press = training.button.press
             given = Given(
                 prepared.reward,

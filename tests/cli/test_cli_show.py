@@ -308,8 +308,7 @@ def test_a_folder_that_holds_no_run_is_named(tmp_path: Path, capsys: pytest.Capt
 
 def test_no_torch_is_needed_to_look(run: Path):
     code = (
-        "import sys; from offbeat.cli.main import main; status = main(sys.argv[1:]); "
-        "sys.exit(status or ('torch' in sys.modules))"
+        "import sys; from offbeat.cli.main import main; status = main(); sys.exit(status or ('torch' in sys.modules))"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", code, "show", str(run)], env=env, capture_output=True, text=True)

@@ -254,7 +254,7 @@ def test_a_ledger_that_cannot_be_written_ends_the_run_whoever_met_it(tmp_path):
     async def scenario():
         async with coordinator(tmp_path) as made:
             await made.publish(version(0, 0))
-            with no_file_over(1), pytest.raises(Damaged, match=r"ledger\.sqlite: .*then --resume the run"):
+            with no_file_over(1), pytest.raises(Damaged, match=r"ledger\.sqlite: .*then resume the run"):
                 await made.lease("w", 1, 0, 0.0)
             with pytest.raises(Damaged):
                 await asyncio.wait_for(made.wait_failed(), SOON_S)

@@ -6,7 +6,7 @@ import pytest
 from doc_reader import ROOT, blocks
 
 from offbeat.config.keys import known_keys
-from offbeat.observability.advice import Adviser, Keys, right_answer_earns
+from offbeat.observability.advice import Adviser, Keys, right_answer_earns, wrong_answer_fails
 from offbeat.observability.metrics import ALARMS
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
@@ -33,8 +33,11 @@ def said() -> list[str]:
         return Adviser(Keys(max_new_tokens=64, group_size=8, max_staleness=2, lr=0.5), "runs/NAME")
 
     trial = right_answer_earns("questions", "42", "questions.jsonl:1", 0.0, 0.0)
+    why = "the reward returned None, a NoneType; return a finite number"
+    failing = wrong_answer_fails("questions", why)
     assert trial is not None
-    found = [trial, *adviser().no_worker(180.0)]
+    assert failing is not None
+    found = [trial, failing, *adviser().no_worker(180.0)]
     found += adviser().evaluation({"step": 10, "eval_samples": 23, "eval_failed": 37})
     for about, figures in WRONG.items():
         watching = adviser()

@@ -87,7 +87,7 @@ def test_a_full_disk_costs_the_new_checkpoint_and_nothing_else(disk):
         resumed = ("--resume", "runs/a", "--run.steps=3")
         status, errors = train(folder, *resumed, max_file_bytes=(WEIGHTS_BYTES + CHECKPOINT_BYTES) // 2)
     told = r"offbeat: cannot write the checkpoint of step 2 to runs/a/checkpoints: .*(No space left|File too large).*; "
-    told += r"the checkpoint of step 1 is intact; free space.*, then --resume the run\n"
+    told += r"the checkpoint of step 1 is intact; free space.*, then resume the run\n"
     # While the checkpoint is written samples come in: now and then it is the ledger that meets the end of the disk.
     assert re.fullmatch(told, errors) or (is_mounted and re.fullmatch(LEDGER_IS_FULL, errors)), errors
     assert status == 1

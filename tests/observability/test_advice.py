@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.observability.advice import Adviser, Keys, right_answer_earns
+from offbeat.observability.advice import Adviser, Keys, right_answer_earns, wrong_answer_fails
 
 KEYS = Keys(max_new_tokens=64, group_size=8, max_staleness=2, lr=0.5)
 LEARNING = json.loads(
@@ -173,3 +173,10 @@ def test_rows_of_another_version_may_lack_figures():
     watching = adviser()
     for row in [{"step": 1}, {"reward": 0.1}, {"reward": None}, {"reward": float("nan"), "samples": 3}] * 9:
         assert [advice.about for advice in watching.step(row)] == []
+
+
+def test_a_reward_that_fails_for_wrong_answers_is_named_before_it_stops_the_run():
+    advice = wrong_answer_fails("sums", "the reward returned None")
+    assert advice is not None
+    assert advice.text.startswith("the reward of task sums failed for an empty response: the reward returned None; ")
+    assert wrong_answer_fails("sums", "") is None

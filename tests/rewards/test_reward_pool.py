@@ -453,7 +453,7 @@ def test_a_process_needs_no_room_among_the_temporary_files(tmp_path, monkeypatch
 
 def test_a_log_that_cannot_be_written_is_told_in_one_line(tmp_path):
     (tmp_path / "logs").write_text("in its way")
-    with pytest.raises(DiskError, match=r"rewards\.log: cannot be written: .*, then --resume the run"):
+    with pytest.raises(DiskError, match=r"rewards\.log: cannot be written: .*, then resume the run"):
         score(tmp_path, "value 1")
 
 

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from offbeat import extras
 from offbeat.errors import DiskError, OffbeatError, RunOver, UserError
 from offbeat.files import disk_trouble
 from offbeat.net import shown
@@ -57,15 +58,9 @@ STOPPED = 3
 HELP_WORDS = ("-h", "--help", "help")
 
 
-owns_process = False
-"""Whether this process runs only one command, and not a Python program that calls `main`. Only then may a dry run hide
-torch from imports, because transformers would remember that torch is missing."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status; `argv` None: the command of this process."""
-    global owns_process
-    owns_process = argv is None
+    extras.owns_process = argv is None
     spin_briefly()
     words = list(sys.argv[1:] if argv is None else argv)
     # A restarted role would meet the same disk error.

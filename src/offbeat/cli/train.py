@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,7 +121,6 @@ def _dry_run(given: Config, config: Config, choice: Choice | None, resume: Path 
     lacks the device or the engine, and every mistake. `given` is the configuration before its engine was chosen."""
     import asyncio
 
-    from offbeat.cli import main
     from offbeat.cli.preview import preview
     from offbeat.net import shown
 
@@ -131,7 +129,7 @@ def _dry_run(given: Config, config: Config, choice: Choice | None, resume: Path 
     advice: list[Advice] = []
     mistakes: list[UserError] = []
     # A tokenizer does not need torch, but transformers would load it.
-    with hidden("torch") if main.owns_process else nullcontext():
+    with hidden("torch"):
         from offbeat.launch.preflight import check_device, check_server, checking, print_advice
 
         async def examine() -> None:

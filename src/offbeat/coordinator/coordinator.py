@@ -585,7 +585,7 @@ class Coordinator:
         try:
             self.rewards.scorer.stop_if_failing()
             if self.only_worker in (aside := self.fitness.aside()):
-                raise RunStopped(f"{aside[self.only_worker]}; correct the cause, then --resume the run")
+                raise RunStopped(f"{aside[self.only_worker]}; correct the cause, then resume the run")
         except RunStopped as error:
             self._background.fail(error)
             raise

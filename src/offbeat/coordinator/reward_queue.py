@@ -240,7 +240,7 @@ class Scorer:
     def stop_if_failing(self) -> None:
         """Raises `RunStopped` if too many of the latest rewards failed."""
         if reason := self.watch.verdict():
-            raise RunStopped(f"{reason}; correct the cause (see {self.log_path}), then --resume the run")
+            raise RunStopped(f"{reason}; correct the cause (see {self.log_path}), then resume the run")
 
 
 def admissible(sample: Unscored, result: RewardResult) -> RewardResult:

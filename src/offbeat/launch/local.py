@@ -60,14 +60,14 @@ def train(
         given.on_folder(folder.path)
         try:
             return stopping.run(_run(folder, given, from_scratch=from_scratch))
-        except BaseException as error:
-            cause = _cause(error)
-            cause = disk_trouble(cause) or cause
-            with suppress(OffbeatError):  # on a full disk, the original error matters more
-                folder.event("error", error=f"{type(cause).__name__}: {cause}")
-            if cause is error:
-                raise
-            raise cause from (error if isinstance(error, OSError) else None)
+        except BaseException as failure:  # noqa: BLE001 - raised below, where it is not the context of its cause
+            error = failure
+        cause = _cause(error)
+        cause = disk_trouble(cause) or cause
+        with suppress(OffbeatError):  # on a full disk, the original error matters more
+            folder.event("error", error=f"{type(cause).__name__}: {cause}")
+        cause.__context__ = None  # a group of errors, of which a notebook would show every frame
+        raise cause from (error if isinstance(error, OSError) and cause is not error else None)
 
 
 def _cause(error: BaseException) -> BaseException:

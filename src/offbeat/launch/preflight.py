@@ -28,7 +28,7 @@ from offbeat.launch.model_size import num_parameters
 from offbeat.launch.run_folder import RunFolder
 from offbeat.launch.stopping import interruptible
 from offbeat.model.loading import is_hub_name
-from offbeat.observability.advice import Advice, right_answer_earns
+from offbeat.observability.advice import Advice, right_answer_earns, wrong_answer_fails
 from offbeat.observability.loading import loading
 from offbeat.observability.metric_files import read_events
 from offbeat.rewards.pool import RewardPool
@@ -74,7 +74,8 @@ class Checked:
         return found
 
     def advice(self) -> list[Advice]:
-        found = (right_answer_earns(t.source, t.answer, t.problem.place, t.value, t.empty) for t in self.trials)
+        found = [right_answer_earns(t.source, t.answer, t.problem.place, t.value, t.empty) for t in self.trials]
+        found += [wrong_answer_fails(t.source, t.why_empty_fails) for t in self.trials]
         return [advice for advice in found if advice is not None]
 
     def announce(self, folder: RunFolder) -> None:

@@ -130,7 +130,9 @@ class RunFolder:
 
     def __init__(self, path: Path, config: Config, lock: FolderLock):
         self.path, self.config, self._lock = path, config, lock
-        self._is_new = False
+        self._is_new, self._has_trained = False, False
+        self._config_before: Config | None = None
+        """Configuration before a resume, which it gets back if the resume is refused; None for a new run."""
         with ExitStack() as stack:
             stack.enter_context(readable_by(config.run.access))  # for all files made during the run
             self._metrics = Appender(path / METRICS)
@@ -187,20 +189,25 @@ class RunFolder:
         stored_config(path)
         with _owned(path) as lock:
             stored = stored_config(path)
-            config = check_resumable(path, config or load(path / CONFIG))
+            before = load(path / CONFIG)
+            config = check_resumable(path, config or before)
             upgrade(path / LEDGER)
             if (ledger := _existing_ledger(path)) is not None:
                 with ledger:
                     ledger.check_pages(CHECK_WITHIN_S)
             folder = cls(path, config, lock)
-            _write_config(path, config)
+            folder._config_before = before
             folder.event("reopen", pid=os.getpid(), folder=os.getcwd())
-            changes = [(change.key, change.old, change.new) for change in free_changes(stored, config)]
-            if (before := _name_in(stored)) != config.run.name:
-                changes.append(("run.name", before, config.run.name))
-            for key, old, new in changes:
-                folder.event("config_change", key=key, old=old, new=new)
+            folder._change_config(stored, config)
         return folder
+
+    def _change_config(self, stored: Mapping[str, Any], config: Config) -> None:
+        _write_config(self.path, config)
+        changes = [(change.key, change.old, change.new) for change in free_changes(stored, config)]
+        if (before := _name_in(stored)) != config.run.name:
+            changes.append(("run.name", before, config.run.name))
+        for key, old, new in changes:
+            self.event("config_change", key=key, old=old, new=new)
 
     @property
     def ledger(self) -> Path:
@@ -229,6 +236,7 @@ class RunFolder:
     def metrics(self, row: dict[str, Any]) -> None:
         """Appends a step's row to metrics.jsonl; numbers that are not finite become null."""
         assert "step" in row, f"a metrics row without its step: {row}"
+        self._has_trained = True
         self._metrics.line(json.dumps(plain({**row, "attempt": self.attempt})))
         self.trace.flush()
 
@@ -264,12 +272,14 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Closes the folder. If a new run was refused or interrupted before it began, removes the folder, so that its
-        name can be used again."""
-        is_refused = self._is_new and isinstance(error, (UserError, KeyboardInterrupt))
+        """Closes the folder. If a run was refused or interrupted before it began, removes the folder of a new one, so
+        that its name can be used again, and gives a resumed one its configuration back."""
+        is_refused = isinstance(error, (UserError, KeyboardInterrupt)) and not self._has_trained
         try:
-            if is_refused:
-                discard_unbegun(self.path)  # before the lock is released, or another run might begin in between
+            if is_refused and self._is_new:  # before the lock is released, or another run might begin in between
+                discard_unbegun(self.path)
+            elif is_refused and self._config_before is not None:
+                self._change_config(resolved(self.config), self._config_before)
             self.close()
         except OffbeatError:
             if error is None:  # otherwise the error that ended the run matters more
@@ -299,7 +309,7 @@ def _copy_rows(source: Path, target: Path, access: str) -> None:
             raise cannot_write(copy, error, "then start it again") from error
 
 
-def _write_config(path: Path, config: Config, then: str = "then --resume the run") -> None:
+def _write_config(path: Path, config: Config, then: str = "then resume the run") -> None:
     """Writes secrets to secrets.json, and then config.json without them; a failure in between loses no secret."""
     stated = resolved(config)
     with readable_by(config.run.access):
@@ -310,7 +320,7 @@ def _write_config(path: Path, config: Config, then: str = "then --resume the run
         _replace(path / CONFIG, secrets.shown_value(stated), then)
 
 
-def _replace(path: Path, content: Any, then: str = "then --resume the run") -> None:
+def _replace(path: Path, content: Any, then: str = "then resume the run") -> None:
     try:
         write_atomic(path, (json.dumps(content, indent=2) + "\n").encode())
     except OSError as error:
@@ -388,7 +398,11 @@ def check_resumable(path: Path, config: Config) -> Config:
     changes = fixed_changes(stored, _renamed(config, _name_in(stored)) if is_own_name else config)
     _refuse_changes(changes, f"the run {path} has", "leave it as it was")
     config = _renamed(config, path.resolve().name)
-    rules = _rules_in_ledger(path)
+    rules, num_trained = _in_ledger(path)
+    if config.run.steps < num_trained:
+        raise UserError(
+            f"run.steps = {config.run.steps}: {path} has trained {num_trained} steps already; give more to go on"
+        )
     if rules is not None:  # the ledger decides, even if config.json was edited
         changes = fixed_changes(rules, _renamed(config, _name_in(rules)))
         _refuse_changes(changes, f"{path / LEDGER} was begun with", f"set it back in {path / CONFIG}")
@@ -405,14 +419,16 @@ def _refuse_changes(changes: list[Change], whose: str, remedy: str) -> None:
         )
 
 
-def _rules_in_ledger(path: Path) -> dict[str, Any] | None:
-    """Returns the run's fixed keys from its ledger; None if there is no ledger, or it must be upgraded first."""
+def _in_ledger(path: Path) -> tuple[dict[str, Any] | None, int]:
+    """Returns the run's fixed keys from its ledger, and the number of its trained steps; None and 0 if there is no
+    ledger, or it must be upgraded first."""
     from offbeat.ledger.migrations import is_old
 
     if is_old(path / LEDGER) or (ledger := _existing_ledger(path)) is None:
-        return None
+        return None, 0
     with ledger:
-        return ledger.recorded_fixed_keys()
+        latest = ledger.latest_version()
+        return ledger.recorded_fixed_keys(), latest.step if latest else 0
 
 
 def _existing_ledger(path: Path) -> Ledger | None:

@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.client.credentials import TOKEN_VARIABLE
+from offbeat.config.load import load
 from offbeat.config.schema import SERVED, Config
 from offbeat.config.secrets import SECRETS
 from offbeat.errors import OffbeatError, RunStopped, UserError
 from offbeat.launch import parent_watch
 from offbeat.launch.given import Given, handed_over
 from offbeat.launch.joining import READY, new_token
-from offbeat.launch.run_folder import LEDGER, METRICS, SUMMARY, RunFolder, has_begun
+from offbeat.launch.run_folder import CONFIG, LEDGER, METRICS, SUMMARY, RunFolder, has_begun
 from offbeat.launch.stopping import Stopping
 from offbeat.observability.sinks import send
 from offbeat.rules.restarts import Restarts, RestartVerdict
@@ -49,6 +50,7 @@ async def train(config: Config, given: Given, *, resume: Path | None = None) -> 
     """Runs a configuration to its end, in processes of its own, for a Python program; returns the run's summary. See
     `offbeat.launch.local.train` for the parameters."""
     new = partial(RunFolder.create, config, given.rows, from_python=given.from_python)
+    before = load(resume / CONFIG) if resume else None
     with RunFolder.open(resume, config) if resume else new() as folder:
         path = folder.path
         num_read = folder.metrics_file.stat().st_size
@@ -57,7 +59,9 @@ async def train(config: Config, given: Given, *, resume: Path | None = None) -> 
     try:
         return await Supervisor(config, again, again[:1], given=given, num_read=num_read).run_to_end()
     except SystemExit as error:
-        if resume is None and not (path / LEDGER).exists():
+        if before is not None:  # the coordinator was refused, for example for its rewards
+            RunFolder.open(path, before).close()
+        elif not (path / LEDGER).exists():
             shutil.rmtree(path, ignore_errors=True)
         raise OffbeatError(f"{path}: the coordinator could not start; it says why above") from error
 

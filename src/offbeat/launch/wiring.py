@@ -90,7 +90,9 @@ class Trial:
     value: float
     """Sum of the reward's parts, each times its weight."""
     empty: float | None = None
-    """Reward of an empty response, tried if the right answer earned 0; None: not tried, or the trial failed."""
+    """Reward of an empty response; None: not tried, or the trial failed."""
+    why_empty_fails: str = ""
+    """Why the reward of an empty response failed; "" if it did not, or was not tried."""
 
 
 async def try_rewards(config: Config, mixture: Mixture, pool: RewardPool) -> list[Trial]:
@@ -116,10 +118,12 @@ async def try_rewards(config: Config, mixture: Mixture, pool: RewardPool) -> lis
     trials = []
     for source, (name, problem) in problems.items():
         trial = Trial(source, name, problem, answers[source], total(shaping.weighted(found[source].rewards)))
-        if trial.answer and trial.value == 0:
+        if trial.answer:  # otherwise the response was empty
             (empty,) = await pool.score(name, [_response(problem, None)])
             if empty.error is None:
                 trial = replace(trial, empty=total(shaping.weighted(empty.rewards)))
+            else:
+                trial = replace(trial, why_empty_fails=without_kind(empty.error))
         trials.append(trial)
     return trials
 

@@ -142,7 +142,7 @@ class Database:
         except sqlite3.DatabaseError as error:
             if (remedy := _remedy(error)) is None:
                 raise
-            raise Damaged(f"ledger {self.path}: {error}; {remedy}, then --resume the run") from error
+            raise Damaged(f"ledger {self.path}: {error}; {remedy}, then resume the run") from error
 
     def insert(self, into: str, rows: Sequence[tuple[Any, ...]]) -> None:
         """Inserts rows into `into`, given as "table (columns)". One statement inserts many rows, because starting a

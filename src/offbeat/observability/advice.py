@@ -69,6 +69,17 @@ def right_answer_earns(
     return Advice(f"trial {task}", text)
 
 
+def wrong_answer_fails(task: str, why: str) -> Advice | None:
+    """Returns advice if the reward of an empty response failed in the trial, though not that of the right answer."""
+    if not why:
+        return None
+    return Advice(
+        f"failure {task}",
+        f"the reward of task {task} failed for an empty response: {why}; answers whose reward fails are not trained "
+        "on, so return 0.0 for a wrong one",
+    )
+
+
 @dataclass(frozen=True)
 class Keys:
     """Values of configuration keys that advice names."""

@@ -102,7 +102,7 @@ class Checkpoints:
             return file.read_text()
         except OSError as error:
             raise OffbeatError(
-                f"{file}: cannot be read or written: {error.strerror}; check its permissions, then --resume the run"
+                f"{file}: cannot be read or written: {error.strerror}; check its permissions, then resume the run"
             ) from error
 
     def steps(self) -> list[int]:

@@ -110,7 +110,7 @@ class Publisher(WeightFolder):
         except OSError as error:
             reason = " ".join(str(error).split())
             raise CannotPublish(
-                f"cannot write the weights of step {step} to {final}: {reason}; {remedy(error)}, then --resume the run"
+                f"cannot write the weights of step {step} to {final}: {reason}; {remedy(error)}, then resume the run"
             ) from error
         except OffbeatError as error:
             raise WeightsError(f"cannot write the weights of step {step}: {error}") from error

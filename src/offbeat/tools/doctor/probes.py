@@ -20,6 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offbeat import extras
 from offbeat.config import Config, from_dict
 from offbeat.config.schema import SERVED
 from offbeat.config.summary import disk_bytes, size
@@ -248,6 +249,7 @@ def compare_server(config: Config, url: str, facts: Facts) -> Iterator[Finding]:
 PROBES = {"torch": check_torch, "run": check_run, "disk": check_disk, "server": check_server}
 
 if __name__ == "__main__":
+    extras.owns_process = True
     try:
         found = list(PROBES[sys.argv[1]](from_dict(json.load(sys.stdin)), sys.argv[2], int(sys.argv[3])))
     except Exception as error:  # noqa: BLE001  # its line becomes the finding
