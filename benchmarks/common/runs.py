@@ -159,6 +159,12 @@ def run_command(command: list[str], folder: Path, environment: Mapping[str, str]
     return max(_others_cpu_s() - start_others_s, 0.0) / used_s
 
 
+def python_path(python: str) -> dict[str, str]:
+    """Returns PYTHONPATH for an interpreter: this project's, and for our own interpreter also what it sees itself."""
+    project = [str(REPOSITORY / "src"), str(REPOSITORY)]
+    return {"PYTHONPATH": ":".join([*project, *(sys.path if python == sys.executable else [])])}
+
+
 def _others_cpu_s() -> float:
     """Returns the CPU seconds used so far by anything but our finished child processes; 0 without /proc/stat."""
     if not PROC_STAT.is_file():

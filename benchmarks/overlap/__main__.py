@@ -30,7 +30,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.common import word_problems
-from benchmarks.common.runs import read_rows, run_command
+from benchmarks.common.runs import python_path, read_rows, run_command
 from benchmarks.common.trl_environment import trl_python
 from benchmarks.overlap.ceiling import Canned, measure_ceiling
 from offbeat.errors import OffbeatError
@@ -84,7 +84,7 @@ def train(work: Work, words: Sequence[str], folder: Path) -> tuple[Rate, Path]:
     config = word_problems.sections(work.model, work.rows, work.num_steps, **sizes)
     (folder / "config.json").write_text(json.dumps(config))
     command = [sys.executable, "-m", "offbeat", "train", "config.json", "--run.name=a", *work.engine, *words]
-    run_command(command, folder, _paths(sys.executable))
+    run_command(command, folder, python_path(sys.executable))
     steps = [row for row in read_rows(folder / "runs" / "a" / "metrics.jsonl") if "reward" in row][work.num_warmup :]
     seconds = sum(row["seconds"] for row in steps)
 
@@ -115,18 +115,12 @@ def train_with_trl(work: Work, python: Path, folder: Path) -> Rate:
         "max_tokens": word_problems.MAX_PROMPT_TOKENS + word_problems.MAX_NEW_TOKENS,
     }
     (folder / "spec.json").write_text(json.dumps(spec))
-    run_command([str(python.absolute()), str(HERE / "trl_words.py"), "spec.json"], folder, _paths(str(python)))
+    run_command([str(python.absolute()), str(HERE / "trl_words.py"), "spec.json"], folder, python_path(str(python)))
     steps = read_rows(folder / "rows.jsonl")[work.num_warmup :]
     seconds = sum(row["seconds"] for row in steps)
     more = {key: statistics.mean(row[key] for row in steps) for key in ("length", "reward")}
     tokens = sum(row["length"] * work.samples_per_step for row in steps)
     return Rate(tokens / seconds, {"step_s": seconds / len(steps), **more})
-
-
-def _paths(python: str) -> dict[str, str]:
-    """Returns PYTHONPATH for an interpreter: this project's, and for our own interpreter also what it sees itself."""
-    project = [str(report.REPOSITORY / "src"), str(report.REPOSITORY)]
-    return {"PYTHONPATH": ":".join([*project, *(sys.path if python == sys.executable else [])])}
 
 
 def rows_of(found: Mapping[str, Sequence[Rate]]) -> list[tuple[str, ...]]:

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common.runs import python_path
 from benchmarks.engines.processes import Settings, last_lines
-from benchmarks.report import REPOSITORY
 from offbeat.config import load
 from offbeat.engines.process import commands
 from offbeat.errors import OffbeatError
@@ -88,12 +88,16 @@ def measure_ceiling(
     file, counters = folder / "spec.json", Counters(folder / "counters")
     file.write_text(json.dumps(spec))
     generating = subprocess.Popen(**_generator(canned.config, words, file, folder))
-    path = ":".join([str(REPOSITORY / "src"), str(REPOSITORY), *sys.path])
     try:
         with (folder / "training.log").open("w") as log:
             command = [sys.executable, "-m", "benchmarks.overlap.canned_training", str(file)]
             training = subprocess.run(
-                command, stdout=log, stderr=log, timeout=WITHIN_S, check=False, env={**os.environ, "PYTHONPATH": path}
+                command,
+                stdout=log,
+                stderr=log,
+                timeout=WITHIN_S,
+                check=False,
+                env={**os.environ, **python_path(sys.executable)},
             )
     finally:
         counters[STOP] = 1

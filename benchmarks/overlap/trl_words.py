@@ -1,7 +1,8 @@
 """Trains on the word problems with TRL's GRPOTrainer, inside TRL's own environment: python trl_words.py SPEC.json.
 
 Model, problems, reward, batch, loss, learning rate and sampling are Offbeat's. Writes a row a step to rows.jsonl: its
-seconds, the mean length of its answers, and its reward. The engine is vLLM in the trainer's process, and
+seconds, the mean length of its answers, and its reward; the first also says when it began. Keeps the weights of steps
+for which the specification names a folder, with the clock stopped. The engine is vLLM in the trainer's process, and
 all is in bfloat16, which is faster than TRL's default.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,13 @@ def rewards(completions: list[Any], answer: list[str], **columns: object) -> lis
 
 
 class Rows(TrainerCallback):
-    def __init__(self) -> None:
-        self.before_s = time.perf_counter()
+    def __init__(self, keep: Mapping[str, str]) -> None:
+        self.keep = keep
+        self.began, self.before_s = 0.0, 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **further: Any) -> None:
+        if not self.began:
+            self.began, self.before_s = time.time(), time.perf_counter()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **further: Any) -> None:
         if not logs or "reward" not in logs:
@@ -37,9 +44,12 @@ class Rows(TrainerCallback):
         now_s = time.perf_counter()
         row = {"step": state.global_step, "seconds": now_s - self.before_s, "reward": float(logs["reward"])}
         row["length"] = float(logs["completions/mean_length"])
+        row["began"] = self.began
         with Path("rows.jsonl").open("a") as file:
             print(json.dumps(row), file=file)
-        self.before_s = now_s
+        if folder := self.keep.get(str(state.global_step)):
+            further["model"].save_pretrained(folder)
+        self.before_s = time.perf_counter()
 
 
 def main() -> None:
@@ -59,6 +69,7 @@ def main() -> None:
         top_p=1.0,
         beta=0.0,
         loss_type="grpo",
+        seed=spec.get("seed", 1),
         learning_rate=2e-5,
         lr_scheduler_type="constant",
         bf16=True,
@@ -74,7 +85,9 @@ def main() -> None:
         vllm_max_model_length=spec["max_tokens"],
     )
     dataset = Dataset.from_list(prompts)
-    GRPOTrainer(spec["model"], rewards, args=arguments, train_dataset=dataset, callbacks=[Rows()]).train()
+    GRPOTrainer(
+        spec["model"], rewards, args=arguments, train_dataset=dataset, callbacks=[Rows(spec.get("keep", {}))]
+    ).train()
 
 
 if __name__ == "__main__":

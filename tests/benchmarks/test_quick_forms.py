@@ -89,7 +89,14 @@ ONE_GPU = {
     for figure, target in {"peak GB": card_gb, "next step s": 60, "first step after restart s": 30}.items()
 } | {"ledger findings": 0}
 OVERLAP = {"over alternate": 1.4, "over TRL": 2.0, "of the ceiling": 0.85}
-BARS |= {"one_gpu": ONE_GPU, "overlap": OVERLAP}
+REWARD_OVER_SECONDS = {
+    "seconds to the level, over TRL's": 0.67,
+    "final reward above TRL's": -0.01,
+    "seconds to the level, over alternate's": 0.75,
+    "final reward above alternate's": -0.01,
+    "area over samples, over alternate's": 0.95,
+}
+BARS |= {"one_gpu": ONE_GPU, "overlap": OVERLAP, "reward_over_seconds": REWARD_OVER_SECONDS}
 ARCHITECTURES = {
     "architectures attempted": 120,
     "disagreements": 0,
@@ -106,6 +113,7 @@ DECIDES_NOTHING = {
     "train_speed": list(TRAIN_SPEED),
     "one_gpu": list(ONE_GPU),
     "overlap": ["over TRL", "of the ceiling"],
+    "reward_over_seconds": list(REWARD_OVER_SECONDS),
     "ledger": ["seconds of a claim over bare SQLite", "seconds of a claim, large over small"],
     "swarm": ["submissions/s over a server without a ledger", "memory growth in five minutes"],
     "async_vs_sequential": ["samples to 80% of the gain, overlap over alternate"],
