@@ -18,7 +18,7 @@ from offbeat.planner.planning import plan
 from offbeat.planner.report import frontier as fleets_module
 from offbeat.planner.report import text
 from offbeat.planner.report.frontier import Point, alone, frontier_page, homogeneous, mixed, split_by_class, ticks
-from offbeat.planner.report.text import what_would_help
+from offbeat.planner.report.text import remarks_on, what_would_help
 from offbeat.planner.solve.search import GAP
 from offbeat.planner.verifying import verify
 
@@ -243,6 +243,29 @@ def test_at_a_throughput_a_further_node_is_told_by_what_it_saves():
     told = "nothing" if saving <= 1e-3 else f"{-saving:.1%} of the price, {grown.step.price_per_h:,.2f} $/h"
     assert f"one more node of h800: {told}" in lines
     assert any(line.startswith("bound 9") for line in lines)
+
+
+def test_a_cheaper_plan_that_is_almost_as_fast_is_told_with_the_budget_that_gives_it():
+    (line,) = remarks_on(HEX, SEVEN, plan(HEX, SEVEN))
+    assert line.startswith("Cheaper: 71.84 $/h (-17%) gives ≈33,000 tokens/s (-4%)")
+    cheaper = plan(HEX, SEVEN, budget=71.84)
+    assert cheaper.step.price_per_h == pytest.approx(71.84)
+    assert f"≈{round(cheaper.step.tokens_per_s, -3):,.0f}" in line
+    assert "--budget 71.84 plans that" in line
+    assert line in text.format_plan(cheaper, remarks=[line]).splitlines()
+    assert remarks_on(HEX, SEVEN, cheaper) == [], "a plan that loses a third is not almost as fast"
+    assert remarks_on(HEX, SEVEN, plan(HEX, SEVEN, throughput=33_000)) == []
+
+
+def test_free_machines_that_stay_idle_and_prices_of_the_catalogue_are_told(tmp_path):
+    file = tmp_path / "cluster.toml"
+    mine = '[classes.mine]\naccelerator = "rtx-4090"\nnodes = 2\nper_node = 1\nowned = true\n'
+    rented = '[classes.h100]\naccelerator = "h100-sxm"\nnodes = 2\nper_node = 8\n'
+    file.write_text(f"{mine}{rented}[links]\nbetween_nodes = 5.0\nbetween_classes = 0.01\n")
+    inventory = load_inventory(file)
+    idle, prices = remarks_on(inventory, SEVEN, plan(inventory, SEVEN))
+    assert idle == "Idle: 2 nodes of mine, though free: no plan with more of them is faster, or as fast for less."
+    assert prices.startswith("Prices: the catalogue's, in $/h a card: h100 4.45; set price in")
 
 
 def test_a_class_of_one_node_is_planned_and_its_second_node_is_left_unknown():

@@ -76,16 +76,16 @@ def _check_words(arguments: argparse.Namespace) -> None:
 def _plan(arguments: argparse.Namespace, inventory: Inventory, workload: Workload, constants: Constants) -> int:
     from offbeat.planner.plan import to_json
     from offbeat.planner.planning import plan
-    from offbeat.planner.report.text import format_plan, what_would_help
+    from offbeat.planner.report.text import format_plan, remarks_on, what_would_help
 
     found = plan(inventory, workload, constants=constants, budget=arguments.budget, throughput=arguments.throughput)
     drawn = _draw(Path(arguments.frontier), inventory, workload, constants) if arguments.frontier else None
-    nodes_alone = not arguments.explain
-    gains = [] if arguments.json else what_would_help(inventory, workload, found, constants, nodes_alone=nodes_alone)
     if arguments.json:
         print(to_json(found))
         return 0
-    print(format_plan(found, gains, in_full=arguments.explain))
+    gains = what_would_help(inventory, workload, found, constants, nodes_alone=not arguments.explain)
+    remarks = remarks_on(inventory, workload, found, constants)
+    print(format_plan(found, gains, remarks=remarks, in_full=arguments.explain))
     if drawn is not None:
         beside = "beside each class alone and AReaL-Hex's split"
         print(f"\n{arguments.frontier}: {drawn} plans from the fastest to the cheapest, {beside}.")

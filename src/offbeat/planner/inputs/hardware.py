@@ -51,6 +51,8 @@ class MachineClass:
     """Price per accelerator; 0 for owned machines unless the file gives a price."""
     zone: str = "here"
     is_owned: bool = False
+    has_catalogue_price: bool = False
+    """Whether the price is the catalogue's, because the user gave none."""
 
     @property
     def node_price_per_h(self) -> float:

@@ -271,6 +271,7 @@ def _class(name: str, table: ClassTable, origin: ValueOrigin, assumptions: list[
         price_per_h=_price(name, table, card, origin, assumptions),
         zone=table.zone,
         is_owned=table.owned,
+        has_catalogue_price=table.price is None and not table.owned,
     )
 
 

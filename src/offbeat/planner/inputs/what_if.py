@@ -97,7 +97,8 @@ def _with_new_class(inventory: Inventory, name: str, num_nodes: int) -> Inventor
     if keys or card.price_per_h is None:
         lacks = f"the cluster's file has no such class, and no default for {', '.join(keys)}"
         raise UserError(f"add {name}: {lacks}; add the class to the file")
-    new = MachineClass(name, card, PER_NODE, num_nodes, card.price_per_h, zone=next(iter(zones)))
+    zone = next(iter(zones))
+    new = MachineClass(name, card, PER_NODE, num_nodes, card.price_per_h, zone, has_catalogue_price=True)
     links = {**inventory.links}
     links.update({frozenset((name, other)): inventory.default_links["classes"] for other in inventory.classes})
     if "nodes" in inventory.default_links:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
@@ -24,14 +25,25 @@ from offbeat.planner.plan import Plan, Pool, Training
 from offbeat.planner.problem import PlanningProblem
 from offbeat.planner.report.explain import Relaxation, explain, relaxations, savings
 from offbeat.planner.solve.program import Status
-from offbeat.planner.solve.search import Result
+from offbeat.planner.solve.search import Result, fastest
 
 WIDTH = 100
+UNFITTED_ERROR = 1.5
+"""Factor by which rates may be wrong if the constants of the cost model were never fitted."""
+SMALLER_BUDGETS = (0.9, 0.7)
+"""Budgets that are tried for a cheaper plan, relative to the plan's price."""
+WORTH = 2.0
+"""A cheaper plan is worth a line if it saves at least this many times the share of the throughput that it loses."""
 
 
-def format_plan(plan: Plan, gains: Sequence[str] = (), *, in_full: bool = False, width: int = WIDTH) -> str:
-    """Returns the text of a plan. `gains` are the lines of `what_would_help`; `in_full` adds assumptions and cards."""
+def format_plan(
+    plan: Plan, gains: Sequence[str] = (), *, remarks: Sequence[str] = (), in_full: bool = False, width: int = WIDTH
+) -> str:
+    """Returns the text of a plan. `gains` are the lines of `what_would_help`, and `remarks` those of `remarks_on`;
+    `in_full` adds assumptions and cards."""
     parts = [sentence(plan), _table(plan, width)]
+    if remarks:
+        parts.append("\n".join(remarks))
     if gains:
         parts.append("\n".join(["What would it bring:", *(f"  {line}" for line in gains)]))
     parts.append("\n".join(_facts(plan)))
@@ -113,8 +125,9 @@ def _facts(plan: Plan) -> list[str]:
     else:
         lowest = f"no plan of this throughput costs less than {step.price_lo_per_h or 0.0:,.2f} $/h"
     word = f"; on the solver's word alone for {len(proof.by_solver)} of the gangs" if proof.by_solver else ""
-    error = "not fitted, so rates (≈) may be wrong by a factor of about 1.5" if proof.held_out_error is None else (
-        f"off by {proof.held_out_error:.1%} on held-out measurements")  # fmt: skip
+    error = f"not fitted, so rates (≈) may be wrong by a factor of about {UNFITTED_ERROR:g}"
+    if proof.held_out_error is not None:
+        error = f"off by {proof.held_out_error:.1%} on held-out measurements"
     cap = f"{age.in_flight:,} of {age.in_flight_cap:,} trajectories in flight"
     facts = [
         f"Gap: {proof.gap:.2%} by {proof.solver}: {lowest}{word}.",
@@ -145,6 +158,55 @@ def _cards(groups: Iterable[Group]) -> str:
         last = group.first + group.size - 1
         by_node.setdefault(group.node, []).append(f"{group.first}-{last}" if group.size > 1 else f"{group.first}")
     return ", ".join(f"{node} cards {' '.join(cards)}" for node, cards in by_node.items())
+
+
+def remarks_on(inventory: Inventory, workload: Workload, plan: Plan, constants: Constants | None = None) -> list[str]:
+    """Returns a line for each thing about a plan that may surprise: a cheaper plan that is almost as fast, machines
+    that cost nothing and stay idle, and prices that are not the user's own."""
+    remarks = []
+    if plan.throughput is None and plan.step.price_per_h:
+        problem = _as_placed(problem_of(inventory, workload, constants), plan)
+        if cheaper := _almost_as_fast(plan, problem):
+            remarks.append(cheaper)
+    for name, machines in inventory.classes.items():
+        num_idle = machines.num_nodes - plan.rent.get(name, 0)
+        if num_idle and not machines.price_per_h and plan.step.price_per_h:
+            better = "cheaper" if plan.throughput is not None else "faster, or as fast for less"
+            nodes = f"{num_idle} {'node' if num_idle == 1 else 'nodes'} of {name}"
+            remarks.append(f"Idle: {nodes}, though free: no plan with more of them is {better}.")
+    listed = [
+        f"{name} {machines.price_per_h:g}"
+        for name, machines in inventory.classes.items()
+        if machines.has_catalogue_price
+    ]
+    if listed:
+        what = f"the catalogue's, in $/h a card: {', '.join(listed)}"
+        remarks.append(f"Prices: {what}; set price in [classes.NAME] to count what you pay.")
+    return remarks
+
+
+def _almost_as_fast(plan: Plan, problem: PlanningProblem) -> str:
+    """Sentence about a much cheaper plan whose throughput differs by less than the error of the cost model; empty if
+    none was found. The price and throughput are those before nodes are chosen."""
+    step, error = plan.step, plan.certificate.held_out_error
+    factor = UNFITTED_ERROR if error is None else 1 + error
+    best = None
+    for share in SMALLER_BUDGETS:
+        other = fastest(problem, step.price_per_h * share)
+        if other.solution is None:
+            continue
+        saved, lost = 1 - other.price_per_h / step.price_per_h, 1 - other.tokens_per_s / step.tokens_per_s
+        is_within_error = other.tokens_per_s * factor >= step.tokens_per_s
+        if is_within_error and saved >= WORTH * lost and (best is None or saved - lost > best[0]):
+            best = saved - lost, saved, lost, other
+    if best is None:
+        return ""
+    _, saved, lost, other = best
+    budget = math.ceil(other.price_per_h * 100) / 100
+    return (
+        f"Cheaper: {other.price_per_h:,.2f} $/h ({-saved:.0%}) gives {_rate(plan, other.tokens_per_s)} tokens/s "
+        f"({-lost:.0%}), a difference within the error of the cost model; --budget {budget:.2f} plans that."
+    )
 
 
 NODE = "one more node of "
