@@ -110,6 +110,21 @@ def test_wrong_words_are_one_line(refused, words, line):
     assert line in refused(CLUSTER, WORKLOAD, *words)
 
 
+def test_swapped_files_are_told_apart(refused):
+    assert "workload_hex_7b.toml: describes a workload; give the cluster's file first" in refused(WORKLOAD, CLUSTER)
+    assert "cluster_hex_56.toml: describes a cluster; give the workload's file second" in refused(CLUSTER, CLUSTER)
+
+
+def test_an_empty_file_is_answered_with_an_example_that_works(refused, capsys):
+    Path("empty.toml").touch()
+    cluster = refused("empty.toml", WORKLOAD).partition("for example ")[2].replace(" and ", "\n")
+    workload = refused(CLUSTER, "empty.toml").partition("for example ")[2]
+    workload = workload.replace(", batch", "\nbatch").replace(", prompt", "\nprompt").replace(" and ", "\n")
+    Path("cluster.toml").write_text(cluster)
+    Path("workload.toml").write_text(workload)
+    assert told(capsys, "cluster.toml", "workload.toml").startswith("Rent ")
+
+
 def test_files_that_are_not_there_are_one_line(refused):
     assert "nowhere.toml" in refused("nowhere.toml", WORKLOAD)
     assert "nowhere.toml" in refused(CLUSTER, "nowhere.toml")

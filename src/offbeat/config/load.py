@@ -12,7 +12,7 @@ import json
 import pathlib
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -53,11 +53,15 @@ def from_dict(data: Mapping[str, Any], overrides: Mapping[str, Any] | None = Non
     return _validate(plain, ValueOrigin(from_python=True))
 
 
-def load_as(path: pathlib.Path | str, root: type[AnySection]) -> tuple[AnySection, ValueOrigin]:
+def load_as(
+    path: pathlib.Path | str, root: type[AnySection], refusal: Callable[[Mapping[str, Any]], str] | None = None
+) -> tuple[AnySection, ValueOrigin]:
     """Loads a TOML file, such as a cluster's, into the pydantic model `root`; also returns where its values came from,
-    for errors."""
+    for errors. `refusal` says what is wrong with the file as a whole; "" if nothing is."""
     origin = ValueOrigin(root=root)
     data = _read(pathlib.Path(path), origin)
+    if refusal is not None and (why := refusal(data)):
+        raise UserError(f"{path}: {why}")
     try:
         return root.model_validate(data), origin
     except ValidationError as error:

@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import pathlib
 from collections.abc import Mapping
+from typing import Any
 
 from pydantic import Field
 
@@ -248,9 +249,19 @@ class ClusterFile(Section):
     links: Links = Links()
 
 
+EXAMPLE = 'classes.h100 = {accelerator = "h100-sxm", nodes = 2, per_node = 8} and links.between_nodes = 25.0'
+
+
+def _refusal(data: Mapping[str, Any]) -> str:
+    """Says why a file cannot be a cluster's; "" if it can."""
+    if "model" in data and "classes" not in data:
+        return "describes a workload; give the cluster's file first, as in offbeat plan CLUSTER.toml WORKLOAD.toml"
+    return f"classes is missing; name your machines, for example {EXAMPLE}" if set(data) <= {"links"} else ""
+
+
 def load_inventory(path: pathlib.Path | str) -> Inventory:
     """Reads the machines and links of a cluster file."""
-    file, origin = load_as(path, ClusterFile)
+    file, origin = load_as(path, ClusterFile, _refusal)
     assumptions: list[str] = []
     classes = {name: _class(name, table, origin, assumptions) for name, table in file.classes.items()}
     own = {name: table.between_nodes for name, table in file.classes.items() if table.between_nodes is not None}

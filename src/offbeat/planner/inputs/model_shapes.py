@@ -16,7 +16,7 @@ from typing import Any
 
 from offbeat.errors import UserError
 from offbeat.planner.inputs.workload import ModelShape
-from offbeat.spelling import suggest
+from offbeat.spelling import nearest
 
 HEAD_DIM = 128
 ANY_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
@@ -77,7 +77,9 @@ def known_model(name: str) -> ModelShape:
     tables = _known()
     found = max((one for one in tables if plain == one or plain.startswith(f"{one}-")), key=len, default=None)
     if found is None:
-        raise UserError(f"{name!r}: unknown model; {suggest(plain, tables)} (or give the path of its config.json)")
+        near = f"did you mean {close!r}? " if (close := nearest(plain, tables)) else ""
+        known = f"known are {', '.join(tables)}"
+        raise UserError(f"{name!r}: unknown model; {near}{known}; for another, give the path of its config.json")
     return ModelShape(name=name, **{"head_dim": HEAD_DIM, **tables[found]})
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -107,10 +107,23 @@ class WorkloadFile(Section):
     reward: RewardTable | None = None
 
 
+EXAMPLE = (
+    'model.name = "Qwen2.5-7B", batch = {groups_per_step = 32, group_size = 16}, prompt.tokens = 500 and '
+    "answer.tokens = 2000"
+)
+
+
+def _refusal(data: Mapping[str, Any]) -> str:
+    """Says why a file cannot be a workload's; "" if it can."""
+    if "classes" in data and "model" not in data:
+        return "describes a cluster; give the workload's file second, as in offbeat plan CLUSTER.toml WORKLOAD.toml"
+    return "" if data else f"is empty; describe the workload, for example {EXAMPLE}"
+
+
 def load_workload(path: pathlib.Path | str, read_run: RunReader | None = None) -> Workload:
     """Reads a workload file. If the file names a run, `read_run` reads the lengths in that run (None: a file that names
     a run is refused)."""
-    file, origin = load_as(path, WorkloadFile)
+    file, origin = load_as(path, WorkloadFile, _refusal)
     algorithm, rules, reward = file.algorithm, file.rules, file.reward
     if rules.colocate and rules.max_staleness:
         where, remedy = origin.before(("rules", "colocate")), "set max_staleness = 0, or leave colocate out"
