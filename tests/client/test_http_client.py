@@ -499,6 +499,12 @@ def test_http_to_a_coordinator_with_tls_is_told_at_once(tmp_path, tls_server):
     assert told == f"http://127.0.0.1:{port}: speaks https; join with https://127.0.0.1:{port}"
 
 
+def test_https_to_a_coordinator_without_tls_is_told_at_once(tmp_path):
+    with LiveRun(tmp_path / "run") as run:
+        url = run.server.url.replace("http:", "https:")
+        assert told_by_a_call(tmp_path, url) == f"{url}: speaks http, not https; join with {run.server.url}"
+
+
 def test_a_certificate_for_another_name_is_told_with_the_names_that_it_has(tmp_path, tls_server):
     port, ca_file = tls_server
     for host in ("localhost", "127.0.0.1"):

@@ -54,7 +54,7 @@ MAX_SILENT_S = 600.0
 WORTH_A_WARNING_S = 60.0
 """Seconds of waiting after which the retries of a single call are logged as warnings although other calls succeed."""
 TLS_WITHIN_S = 5.0
-"""Seconds within which a coordinator that speaks TLS begins to; only asked to explain an error."""
+"""Seconds within which a coordinator answers with or without TLS; only asked to explain an error."""
 WRONG_NAME = (62, 64)
 """OpenSSL's codes for a certificate that is not for the host's name, and not for its IP address."""
 REQUEST_WITHIN_S = 60.0
@@ -104,7 +104,7 @@ class Connection:
         self.outage = Outage(self.url, patience_s)
         self._ca_file = ca_file
         self._tls = _tls(ca_file) if parts.scheme == "https" else True
-        self._has_tried_tls = False
+        self._has_tried_other_scheme = False
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -199,7 +199,7 @@ class Connection:
             except aiohttp.ClientConnectorCertificateError as error:  # a retry would not help
                 raise UserError(await self._untrusted(error.certificate_error)) from error
             except BROKEN as error:
-                await self._refuse_tls_behind_http()
+                await self._refuse_other_scheme(error)
                 await retry.pause(_in_words(error))
                 continue
             async with response:
@@ -232,15 +232,36 @@ class Connection:
             "FILE"
         )
 
-    async def _refuse_tls_behind_http(self) -> None:
-        """Raises `UserError` if the URL says http and the coordinator speaks TLS. Asks the coordinator once."""
-        if self._has_tried_tls or not self.url.startswith("http:"):
+    async def _refuse_other_scheme(self, error: BaseException) -> None:
+        """Raises `UserError` if the URL says http and the coordinator speaks TLS, or the other way round; `error` is
+        how a call failed. Asks the coordinator once."""
+        is_https = self.url.startswith("https:")
+        if self._has_tried_other_scheme or (is_https and not isinstance(error, aiohttp.ClientConnectorSSLError)):
             return
-        self._has_tried_tls = True
+        self._has_tried_other_scheme = True
+        if is_https:
+            if await self._speaks_http():
+                more = "" if self.is_local else " --allow-plain if the network is private"
+                raise UserError(f"{self.url}: speaks http, not https; join with http{self.url[5:]}{more}")
+            return
         any_certificate = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         any_certificate.check_hostname, any_certificate.verify_mode = False, ssl.CERT_NONE
         if await self._certificate(any_certificate) is not None:
             raise UserError(f"{self.url}: speaks https; join with https{self.url.removeprefix('http')}")
+
+    async def _speaks_http(self) -> bool:
+        """Whether the coordinator answers in HTTP without TLS within `TLS_WITHIN_S`."""
+        parts = urlsplit(self.url)
+        try:
+            async with asyncio.timeout(TLS_WITHIN_S):
+                reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 443)
+                try:
+                    writer.write(b"HEAD / HTTP/1.0\r\n\r\n")
+                    return (await reader.read(5)) == b"HTTP/"
+                finally:
+                    writer.close()
+        except OSError:  # TimeoutError is among them
+            return False
 
     async def _certificate(self, tls: ssl.SSLContext) -> Mapping[str, Any] | None:
         """Returns the coordinator's certificate (empty if `tls` does not verify it), or None if there is no answer in
