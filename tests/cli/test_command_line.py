@@ -113,6 +113,10 @@ def test_a_wrong_file_is_refused(refused, text, told):
         (["eval"], "runs: holds no run yet; offbeat train starts one"),
         (["export"], "the following arguments are required: DIR; see offbeat export --help"),
         (["eval", "nowhere"], "model.path = 'nowhere': no such folder"),
+        (
+            ["eval", "a.toml"],
+            "a.toml: is a configuration, not a run or a model; give the model, then the configuration",
+        ),
         (["eval", "offbeat-tiny", "--prompts", "0"], "--eval.prompts = 0: allowed 1 or more"),
         (["export", "runs/a", "out"], "runs/a: there is no such run"),
         (["export", "runs/a", "--adapter", "out"], "runs/a: there is no such run"),

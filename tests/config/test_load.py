@@ -2,6 +2,7 @@ import datetime
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -189,6 +190,20 @@ def test_a_misspelt_key_is_told_before_the_key_that_it_leaves_missing(toml):
 def test_a_missing_file_is_told_with_its_neighbours(toml):
     toml("")
     assert refusal("rum.toml") == "rum.toml: no such file; its folder has run.toml"
+
+
+@pytest.mark.parametrize(
+    "name, told",
+    [
+        ("rows.jsonl", 'is data, not a configuration; name it in a configuration: [[task]] source = "file", path = '),
+        ("rows.parquet", "is data, not a configuration"),
+        ("rw.py", "is Python, not a configuration; a function of it is named in a configuration: [[task]] reward = "),
+    ],
+)
+def test_data_and_rewards_in_place_of_a_configuration_are_told_where_they_belong(toml, name, told):
+    Path(toml("")).with_name(name).write_bytes(b"PAR1\xff")
+    assert refusal(name).startswith(f"{name}: {told}")
+    assert name in refusal(name).partition("[[task]]")[2]
 
 
 @pytest.mark.parametrize(

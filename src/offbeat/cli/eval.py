@@ -11,6 +11,7 @@ from pathlib import Path
 from offbeat.cli.chosen_run import chosen_run, where_it_started
 from offbeat.cli.parser import Parser
 from offbeat.config import Config, load
+from offbeat.errors import UserError
 from offbeat.launch.run_folder import CONFIG, LEDGER
 
 
@@ -33,6 +34,9 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    if arguments.config is None and (arguments.model or "").endswith(".toml"):
+        remedy = f"give the model, then the configuration: offbeat eval MODEL {arguments.model}"
+        raise UserError(f"{arguments.model}: is a configuration, not a run or a model; {remedy}")
     given = [("eval.prompts", arguments.prompts), ("eval.samples", arguments.samples)]
     words = [*overrides, *(f"--{key}={value}" for key, value in given if value is not None), "--run.name=none"]
     source = _run_of(arguments.model)

@@ -26,6 +26,12 @@ from offbeat.errors import UserError
 
 AnySection = TypeVar("AnySection", bound=Section)
 SWITCH_VALUES = ("true", "false", "none")
+DATA = 'is data, not a configuration; name it in a configuration: [[task]] source = "file", path = "PATH"'
+OTHER_KINDS = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".parquet"), DATA),
+    ".py": 'is Python, not a configuration; a function of it is named in a configuration: [[task]] reward = "PATH:NAME"',
+}
+"""What to do with a file that is no configuration, by its suffix."""
 TOML_PLACE = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
 
 
@@ -117,6 +123,8 @@ def _pairs(overrides: Sequence[str]) -> list[tuple[str, str | None]]:
 
 
 def _read(path: pathlib.Path, origin: ValueOrigin) -> dict[str, Any]:
+    if path.suffix in OTHER_KINDS and path.is_file():
+        raise UserError(f"{path}: {OTHER_KINDS[path.suffix].replace('PATH', str(path))}")
     try:
         text = path.read_bytes().decode("utf-8")
     except FileNotFoundError:
