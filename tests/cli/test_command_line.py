@@ -96,6 +96,21 @@ def test_a_wrong_file_is_refused(refused, text, told):
 
 
 @pytest.mark.parametrize(
+    "key, told",
+    [
+        ("task.path=revv.jsonl", 'task.path = "revv.jsonl": no such file or folder; did you mean rev.jsonl?'),
+        ("task.reward=rww.py:score", 'task.reward = "rww.py:score": there is no file rww.py; did you mean rw.py?'),
+        ("model.path=offbeat-tinny", "model.path = 'offbeat-tinny': no such folder; did you mean 'offbeat-tiny'?"),
+    ],
+)
+def test_a_misspelt_file_or_model_is_answered_with_the_one_that_is_there(refused, key, told):
+    write('{"prompt": "1+1="}', "rev.jsonl")
+    write("def score(prompt, answer): return 1.0", "rw.py")
+    words = ["task.source=file", "task.path=rev.jsonl", "task.reward=rw.py:score", key]
+    assert refused("train", *(f"--{word}" for word in words)) == f"offbeat: {told}"
+
+
+@pytest.mark.parametrize(
     "words, told",
     [
         (["trian"], "trian: unknown command; did you mean train?"),

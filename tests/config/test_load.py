@@ -190,6 +190,9 @@ def test_a_misspelt_key_is_told_before_the_key_that_it_leaves_missing(toml):
 def test_a_missing_file_is_told_with_its_neighbours(toml):
     toml("")
     assert refusal("rum.toml") == "rum.toml: no such file; its folder has run.toml"
+    for name in ("alpha.toml", "beta.toml", "delta.toml", "gamma.toml"):
+        Path(name).touch()
+    assert "; its folder has run.toml, " in refusal("rum.toml")
 
 
 @pytest.mark.parametrize(
@@ -197,7 +200,7 @@ def test_a_missing_file_is_told_with_its_neighbours(toml):
     [
         ("rows.jsonl", 'is data, not a configuration; name it in a configuration: [[task]] source = "file", path = '),
         ("rows.parquet", "is data, not a configuration"),
-        ("rw.py", "is Python, not a configuration; a function of it is named in a configuration: [[task]] reward = "),
+        ("rw.py", "is Python, not a configuration; name its function in a configuration: [[task]] reward = "),
     ],
 )
 def test_data_and_rewards_in_place_of_a_configuration_are_told_where_they_belong(toml, name, told):

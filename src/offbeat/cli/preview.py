@@ -77,14 +77,19 @@ def _settings(config: Config) -> list[str]:
 def _must_exist(key: str, path: str | None) -> None:
     if path is None or Path(path).expanduser().exists() or (key == "model.tokenizer" and is_hub_name(path)):
         return
-    raise UserError(f"{key} = {show(path)}: no such file or folder; relative paths start at {Path.cwd()}")
+    raise UserError(f"{key} = {show(path)}: no such file or folder; {_remedy(path)}")
 
 
 def _function_must_exist(key: str, spec: str | None) -> None:
     """Raises `UserError` if `spec` is `file.py:function` and the file is missing."""
     file, colon, _ = (spec or "").rpartition(":")
     if colon and file.endswith(".py") and not Path(file).expanduser().exists():
-        beside = sorted(path.name for path in Path(file).parent.glob("*.py"))
-        near = nearest(Path(file).name, beside)
-        hint = f"did you mean {near}?" if near else f"relative paths start at {Path.cwd()}"
-        raise UserError(f"{key} = {show(spec)}: there is no file {file}; {hint}")
+        raise UserError(f"{key} = {show(spec)}: there is no file {file}; {_remedy(file)}")
+
+
+def _remedy(path: str) -> str:
+    """Names the file or folder that a missing `path` probably means; if there is none, where relative paths start."""
+    file = Path(path).expanduser()
+    beside = sorted(other.name for other in file.parent.glob("*") if other.suffix == file.suffix)
+    near = nearest(file.name, beside)
+    return f"did you mean {Path(path).with_name(near)}?" if near else f"relative paths start at {Path.cwd()}"

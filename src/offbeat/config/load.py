@@ -8,6 +8,7 @@ key.
 from __future__ import annotations
 
 import copy
+import difflib
 import json
 import pathlib
 import re
@@ -29,7 +30,7 @@ SWITCH_VALUES = ("true", "false", "none")
 DATA = 'is data, not a configuration; name it in a configuration: [[task]] source = "file", path = "PATH"'
 OTHER_KINDS = {
     **dict.fromkeys((".jsonl", ".ndjson", ".parquet"), DATA),
-    ".py": 'is Python, not a configuration; a function of it is named in a configuration: [[task]] reward = "PATH:NAME"',
+    ".py": 'is Python, not a configuration; name its function in a configuration: [[task]] reward = "PATH:NAME"',
 }
 """What to do with a file that is no configuration, by its suffix."""
 TOML_PLACE = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
@@ -129,7 +130,8 @@ def _read(path: pathlib.Path, origin: ValueOrigin) -> dict[str, Any]:
         text = path.read_bytes().decode("utf-8")
     except FileNotFoundError:
         beside = sorted(p.name for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
-        hint = f"; its folder has {', '.join(beside[:4])}" if beside else ""
+        nearest_first = difflib.get_close_matches(path.name, beside, n=4, cutoff=0.0)
+        hint = f"; its folder has {', '.join(nearest_first)}" if beside else ""
         raise UserError(f"{path}: no such file{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"

@@ -53,7 +53,7 @@ def resolve(path: str | Path, *, need_weights: bool = True) -> Path:
         folder = _from_hub(str(path), need_weights)
     if not folder.exists():
         beside = [file.parent.name for file in folder.parent.glob("*/config.json")]
-        near = nearest(folder.name, beside)
+        near = nearest(folder.name, [TINY, *beside] if Path(path).name == str(path) else beside)
         raise UserError(
             f"model.path = {str(path)!r}: no such folder; "
             + (f"did you mean {str(Path(path).with_name(near))!r}?" if near else f"give {KINDS}")
