@@ -3,7 +3,7 @@ import functools
 import pytest
 
 from offbeat.errors import UserError
-from offbeat.locate import accepted_arguments, is_async, locate
+from offbeat.locate import accepted_arguments, is_async, locate, one_line
 
 OFFERED = ("response", "answer", "info")
 
@@ -47,6 +47,23 @@ def test_a_file_that_does_not_import_is_the_users_to_mend(tmp_path):
     missing = refusal(locate, f"{tmp_path}/needy.py:judge", "task.reward")
     assert "No module named 'a_package_that_is_missing' (needy.py:1)" in missing
     assert "judge is an int, not a function" in refusal(locate, f"{tmp_path}/values.py:judge", "task.reward")
+
+
+@pytest.mark.parametrize(
+    "file, place",
+    [
+        ("/tmp/ipykernel_4711/2610492169.py", "notebook cell, line 1"),
+        ("<ipython-input-4-2f1d9a>", "notebook cell [4], line 1"),
+        ("/home/me/rewards.py", "rewards.py:1"),
+    ],
+)
+def test_an_error_in_a_notebook_is_placed_by_its_cell_and_line(file, place):
+    with pytest.raises(ZeroDivisionError) as caught:
+        exec(compile("1 / 0", file, "exec"))
+    assert one_line(caught.value) == f"ZeroDivisionError: division by zero ({place})"
+    with pytest.raises(SyntaxError) as broken:
+        compile("1 +", file, "exec")
+    assert one_line(broken.value) == f"SyntaxError: invalid syntax ({place})"
 
 
 def test_arguments_are_those_that_the_parameters_name():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 import zlib
@@ -22,6 +23,7 @@ from offbeat.errors import UserError
 from offbeat.spelling import a_kind, suggest
 
 Function = Callable[..., Any]
+IPYTHON_CELL = re.compile(r"<ipython-input-(\d+)-")
 
 
 def locate(spec: str, key: str) -> Function:
@@ -73,12 +75,21 @@ def one_line(error: BaseException) -> str:
     """Formats an error as one line: type, message, and the file and line in which it was raised."""
     text = "".join(traceback.format_exception_only(error)).strip()
     if isinstance(error, SyntaxError):
-        text = f"SyntaxError: {error.msg} ({Path(error.filename or '?').name}:{error.lineno})"
+        text = f"SyntaxError: {error.msg} ({_place(error.filename or '?', error.lineno)})"
     else:
         frames = traceback.extract_tb(error.__traceback__)
         if frames:
-            text += f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
+            text += f" ({_place(frames[-1].filename, frames[-1].lineno)})"
     return " ".join(text.split())
+
+
+def _place(file: str, line: int | None) -> str:
+    """Returns a file's name and a line. A notebook's cell has a generated name that tells the user nothing: it is a
+    number in a folder `ipykernel_PID`, or `<ipython-input-CELL-HASH>`."""
+    if number := IPYTHON_CELL.match(file):
+        return f"notebook cell [{number.group(1)}], line {line}"
+    path = Path(file)
+    return f"notebook cell, line {line}" if path.parent.name.startswith("ipykernel_") else f"{path.name}:{line}"
 
 
 def _load_file(path: Path, spec: str, key: str) -> ModuleType:
