@@ -51,6 +51,17 @@ def test_a_certificate_says_by_which_name_to_join_and_whether_it_must_be_named(t
     assert far == "offbeat worker --role reward --join https://gpu.example.org:8700 --task.reward a.py:f"
 
 
+def test_an_address_that_the_certificate_does_not_cover_is_not_told(tmp_path: Path):
+    trustme = pytest.importorskip("trustme")
+    file = tmp_path / "coordinator.pem"
+    file.write_bytes(trustme.CA().issue_cert("127.0.0.1").cert_chain_pems[0].bytes())
+    for host in ("0.0.0.0", "10.0.0.5"):
+        address = Address(host=host, certificate=file, key=file)
+        *_, told, far = join_lines(RUN, f"https://{host}:8711", NEAR, address)
+        assert far == "  offbeat worker --join https://127.0.0.1:8711"
+        assert "through a tunnel, because the certificate names only this machine" in told
+
+
 def test_a_certificate_of_ones_own_is_to_be_trusted(tmp_path: Path):
     trustme = pytest.importorskip("trustme")
     file = tmp_path / "coordinator.pem"

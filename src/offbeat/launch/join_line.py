@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from offbeat.coordinator.api.server import Address
 from offbeat.net import is_loopback, own_addresses
@@ -28,9 +29,12 @@ def join_lines(run: Path, url: str, near_url: str, address: Address, role: str =
         f"  OFFBEAT_TOKEN=$({token}) {_join(asked, near_url)}{more}",
     ]
     if address.has_tls or not address.is_loopback or address.behind_proxy:
-        far = _join(asked, _far_url(url, address)) + _trust(address)
+        far_url = _far_url(url, address)
+        far = _join(asked, far_url) + _trust(address)
+        is_here = address.certificate is not None and is_loopback(urlsplit(far_url).hostname or "")
+        through = " through a tunnel, because the certificate names only this machine," if is_here else ""
         lines += [
-            f"a {who} elsewhere joins with the next line, which asks for a token; {token} prints one",
+            f"a {who} elsewhere joins{through} with the next line, which asks for a token; {token} prints one",
             f"  {far}{more}",
         ]
     return lines
@@ -67,8 +71,8 @@ def _trust(address: Address) -> str:
 
 
 def certificate_names(file: Path) -> Sequence[str]:
-    """Returns the names and addresses for which the first certificate in a PEM file is valid, without loopback and
-    wildcards; empty if it cannot be read."""
+    """Returns the names and addresses for which the first certificate in a PEM file is valid, without wildcards, and
+    without loopback unless it has only that; empty if it cannot be read."""
     from cryptography import x509
 
     try:
@@ -77,6 +81,8 @@ def certificate_names(file: Path) -> Sequence[str]:
     except (OSError, ValueError, x509.ExtensionNotFound):
         return ()
     names = [*found.get_values_for_type(x509.DNSName), *map(str, found.get_values_for_type(x509.IPAddress))]
+    if all(is_loopback(name) for name in names):
+        return names
     return [name for name in names if "*" not in name and not is_loopback(name)]
 
 
