@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import re
 import shlex
 import shutil
 import tomllib
@@ -56,6 +57,15 @@ def test_what_the_readme_tells_to_type_works(command: str, reader: Reader):
             check_smollm2(folder, reader)
         case _:
             pytest.fail(f"no test runs {command!r}: teach it to this one, or take it out of the README")
+
+
+@pytest.mark.full
+def test_the_reward_of_ones_own_visibly_rises_in_the_steps_that_the_readme_gives_it(reader: Reader):
+    (command,) = (line for line in commands(README) if "own_reward.toml --run.steps" in line)
+    _, *words = shlex.split(command, comments=True)
+    said = reader.succeed(*words)
+    first, last = (float(figure) for figure in re.findall(r"^reward +([\d.]+) → ([\d.]+)", said, re.MULTILINE)[0])
+    assert last > first + 0.1
 
 
 def newest(reader: Reader, *words: str) -> str:
