@@ -6,7 +6,7 @@ import pytest
 from doc_reader import ROOT, blocks
 
 from offbeat.config.keys import known_keys
-from offbeat.observability.advice import Adviser, Keys, right_answer_earns, wrong_answer_fails
+from offbeat.observability.advice import Adviser, Keys, few_held_out, few_rows, right_answer_earns, wrong_answer_fails
 from offbeat.observability.metrics import ALARMS
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
@@ -37,7 +37,10 @@ def said() -> list[str]:
     failing = wrong_answer_fails("questions", why)
     assert trial is not None
     assert failing is not None
-    found = [trial, failing, *adviser().no_worker(180.0)]
+    rows, held_out = few_rows("questions", 2), few_held_out(1, 64)
+    assert rows is not None
+    assert held_out is not None
+    found = [trial, failing, rows, held_out, *adviser().no_worker(180.0)]
     found += adviser().evaluation({"step": 10, "eval_samples": 23, "eval_failed": 37})
     for about, figures in WRONG.items():
         watching = adviser()

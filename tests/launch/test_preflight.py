@@ -3,8 +3,21 @@
 import asyncio
 from contextlib import contextmanager
 
-from offbeat.config import load
+from offbeat.config import from_dict, load
 from offbeat.launch import preflight
+
+
+def test_a_run_on_three_rows_is_told_so_before_it_starts(tmp_path):
+    file = tmp_path / "sums.jsonl"
+    file.write_text("".join(f'{{"prompt": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(3)))
+    task = {"source": "file", "path": str(file), "reward": "exact"}
+
+    async def check(**evaluation):
+        async with preflight.checking(from_dict({"task": task, "eval": evaluation})) as checked:
+            return [advice.about for advice in checked.advice()]
+
+    assert asyncio.run(check()) == ["few rows sums", "few held-out"]
+    assert asyncio.run(check(every=0)) == ["few rows sums"]
 
 
 def test_each_stage_is_named_by_what_takes_its_time(monkeypatch):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.observability.advice import Adviser, Keys, right_answer_earns, wrong_answer_fails
+from offbeat.observability.advice import Adviser, Keys, few_held_out, few_rows, right_answer_earns, wrong_answer_fails
 
 KEYS = Keys(max_new_tokens=64, group_size=8, max_staleness=2, lr=0.5)
 LEARNING = json.loads(
@@ -154,6 +154,18 @@ def test_a_right_answer_that_earns_nothing_is_told_before_the_first_step():
 
 def test_a_right_answer_may_earn_nothing_where_wrong_ones_earn_less():
     assert right_answer_earns("sums", "42", None, 0.0, -1.0) is None
+
+
+def test_few_rows_and_few_held_out_problems_are_told_and_enough_are_not():
+    rows, held_out = few_rows("sums", 1), few_held_out(1, 64)
+    assert rows is not None
+    assert rows.text.startswith("task sums has only 1 row to train on")
+    assert held_out is not None
+    assert held_out.text.startswith("only 1 problem held out")
+    assert few_rows("sums", 20) is None
+    assert few_held_out(10, 64) is None
+    assert few_held_out(4, 4) is None, "as many as eval.prompts asks for"
+    assert few_held_out(0, 64) is None, "none were to be held out"
 
 
 def test_answers_left_out_of_an_evaluation_are_told():

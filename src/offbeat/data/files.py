@@ -259,6 +259,11 @@ class FileSource:
     def __len__(self) -> int:
         return len(self._train) + self._num_held_out
 
+    @property
+    def num_train(self) -> int:
+        """Number of rows that are not held out."""
+        return len(self._train)
+
     def columns_without_answer(self) -> list[str]:
         """Returns the columns of the first row if no row has the answer's column, which only the default one may be;
         empty if a row has it, or if there is to be no answer."""

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from offbeat.config.explain import show
 from offbeat.config.schema import SERVED, Config
+from offbeat.data.files import FileSource
 from offbeat.data.mixture import Mixture
 from offbeat.errors import UserError
 from offbeat.extras import collecting_later
@@ -28,7 +29,7 @@ from offbeat.launch.model_size import num_parameters
 from offbeat.launch.run_folder import RunFolder
 from offbeat.launch.stopping import interruptible
 from offbeat.model.loading import is_hub_name
-from offbeat.observability.advice import Advice, right_answer_earns, wrong_answer_fails
+from offbeat.observability.advice import Advice, few_held_out, few_rows, right_answer_earns, wrong_answer_fails
 from offbeat.observability.loading import loading
 from offbeat.observability.metric_files import read_events
 from offbeat.rewards.pool import RewardPool
@@ -76,6 +77,10 @@ class Checked:
     def advice(self) -> list[Advice]:
         found = [right_answer_earns(t.source, t.answer, t.problem.place, t.value, t.empty) for t in self.trials]
         found += [wrong_answer_fails(t.source, t.why_empty_fails) for t in self.trials]
+        files = {name: m.source for name, m in self.mixture.members.items() if isinstance(m.source, FileSource)}
+        found += [few_rows(name, source.num_train) for name, source in files.items()]
+        if files and self.config.eval.every:
+            found.append(few_held_out(self.num_held_out, self.config.eval.prompts))
         return [advice for advice in found if advice is not None]
 
     def announce(self, folder: RunFolder) -> None:

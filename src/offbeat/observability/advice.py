@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from offbeat.config.summary import count
+
 Row = Mapping[str, Any]
 
 FIRST_STEPS, MIN_ANSWERS = 3, 24
@@ -42,6 +44,8 @@ MANY_FAILED = 0.2
 wrong answer."""
 MANY_MASKED = 0.5
 """If a larger share of a step's tokens is not trained, or is rejected by loss.correction, most work is wasted."""
+FEW_ROWS, FEW_HELD_OUT = 20, 10
+"""Numbers of training rows and of held-out problems below which a run gets advice."""
 NO_WORKER_S = 180.0
 """Seconds without a worker that are a finding; starting a vLLM server with a large model takes two minutes."""
 
@@ -78,6 +82,29 @@ def wrong_answer_fails(task: str, why: str) -> Advice | None:
         f"the reward of task {task} failed for an empty response: {why}; answers whose reward fails are not trained "
         "on, so return 0.0 for a wrong one",
     )
+
+
+def few_rows(task: str, num_rows: int) -> Advice | None:
+    """Returns advice if `task` has too few rows to train on."""
+    if num_rows >= FEW_ROWS:
+        return None
+    text = (
+        f"task {task} has only {count(num_rows, 'row')} to train on, which a model learns by heart: add rows to "
+        "task.path, or watch the held-out reward and keep run.steps low"
+    )
+    return Advice(f"few rows {task}", text)
+
+
+def few_held_out(num_problems: int, wanted: int) -> Advice | None:
+    """Returns advice if the held-out problems are too few to judge by. `wanted` is `eval.prompts`; a user who wants
+    fewer gets no advice, and neither does one whose tasks hold out none."""
+    if not 0 < num_problems < min(FEW_HELD_OUT, wanted):
+        return None
+    text = (
+        f"only {count(num_problems, 'problem')} held out, so the held-out reward is mostly chance (each problem moves "
+        f"it by up to {1 / num_problems:.2f}): add rows to task.path, or raise task.held_out"
+    )
+    return Advice("few held-out", text)
 
 
 @dataclass(frozen=True)
