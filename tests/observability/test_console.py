@@ -185,7 +185,7 @@ def test_the_end_says_what_came_of_it_and_what_to_do_next():
     assert failed["held-out"] == "0.390 → 0.870  (23 of 60 answers; 37 failed)"
     assert words["time"] == "60 steps in 2 min 11 s", "of an older run"
     words = dict(closing_lines({**SUMMARY, "seconds_in_steps": 71.1, "failures": {"raised": 3}}, "runs/x"))
-    assert words["time"] == "2 min 11 s  (1 min 11 s in 60 steps, 1 min 0 s before and after them)"
+    assert words["time"] == "2 min 11 s  (1 min 11 s in 60 steps, 1 min 0 s outside them)"
     assert words["reward"] == "0.410 → 0.890  (first 3 steps → last 10 steps, without answers that failed)"
     words = dict(closing_lines(SUMMARY, "runs/x"))
     assert words["or"] == "offbeat train --resume runs/x --run.steps 120"

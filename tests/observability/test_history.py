@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.observability.metric_files import read_events, read_metrics, survivors
+from offbeat.observability.metric_files import read_events, read_metrics, seconds_before, survivors
 
 
 def trained(attempt: int, *steps: int) -> list[dict]:
@@ -40,6 +40,17 @@ def test_survivors_are_the_steps_of_an_uninterrupted_run(attempts):
         at = first + forward - 1
         rows += trained(number, *range(first, at + 1))
     assert [row["step"] for row in survivors(rows)] == list(range(1, at + 1))
+
+
+def test_the_time_of_earlier_attempts_has_their_starts_and_undone_steps_and_of_a_killed_one_what_is_known(tmp_path):
+    metrics, events = tmp_path / "metrics.jsonl", tmp_path / "events.jsonl"
+    rows = [{**row, "seconds": 2.0} for row in (*trained(1, 1, 2, 3), *trained(2, 3, 4), *trained(3, 5))]
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    known = [("end", 1, 9.5), ("reopen", 2, 0.1), ("resume", 2, 1.5), ("reopen", 3, 60.0)]
+    told = [{"event": event, "attempt": attempt, "seconds": seconds} for event, attempt, seconds in known]
+    events.write_text("".join(json.dumps(row) + "\n" for row in told))
+    assert seconds_before(3, metrics, events) == 9.5 + 2 * 2.0
+    assert seconds_before(1, metrics, events) == 0.0
 
 
 def test_half_a_line_at_the_end_is_not_read(tmp_path):

@@ -196,6 +196,16 @@ def test_the_first_step_does_not_count_the_start_of_its_trainer(reporter):
     assert sink.rows[1]["seconds"] < 1.0
 
 
+def test_a_resumed_run_takes_longer_than_its_steps_although_its_trainer_waited_before_it(reporter):
+    row = {"reward": 0.5, "failures": 0, "tokens": 10, "samples": 2, "time_wait_s": 60.0}
+    reporter.folder.event("end", step=1)  # of the first attempt
+    reporter.folder.attempt = 2
+    reporter.step({"step": 2, **row})
+    summary = reporter.finish(seconds=3.0, stopped_by=None, counts=Counts())
+    assert summary["seconds_in_steps"] < 1.0
+    assert summary["seconds"] > 3.0, "the first attempt counts, too"
+
+
 def test_a_sink_that_fails_is_left_out_and_the_run_goes_on(reporter, capsys):
     broken, whole = Sink(OSError("disk full")), Sink()
     reporter.sinks[:] = [broken, whole]

@@ -250,10 +250,8 @@ def closing_lines(summary: Row, folder: str, *, from_python: bool = False) -> li
         in_steps, of_steps = summary.get("seconds_in_steps"), f"{steps} {'step' if steps == 1 else 'steps'}"
         parts = f"{of_steps} in {duration(seconds)}"
         if in_steps is not None:
-            before_and_after = duration(max(seconds - in_steps, 0.0))
-            parts = (
-                f"{duration(seconds)}  ({duration(in_steps)} in {of_steps}, {before_and_after} before and after them)"
-            )
+            outside = duration(seconds - in_steps)
+            parts = f"{duration(seconds)}  ({duration(in_steps)} in {of_steps}, {outside} outside them)"
         words.append(("time", parts))
     speed = [("samples_per_second", "samples/s"), ("tokens_per_second", "tokens/s")]
     words.append(("speed", ", ".join(f"{short(summary[key])} {unit}" for key, unit in speed if summary.get(key))))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,19 @@ def read_metrics(path: Path) -> list[Row]:
 def read_events(path: Path) -> list[Row]:
     """Returns the rows of an events file in the order of the file; empty if the file is missing."""
     return read_rows(path, _event_trouble)
+
+
+def seconds_before(attempt: int, metrics: Path, events: Path) -> float:
+    """Returns how long the attempts before `attempt` took together, with the steps that a resume undid. A killed
+    attempt counts up to its last event or for the time of its steps, whichever is longer."""
+    in_steps: Counter[int] = Counter()
+    for row in read_rows(metrics, _metrics_trouble):
+        in_steps[row.get("attempt", 1)] += row.get("seconds") or 0
+    took = dict(in_steps)
+    for event in read_events(events):
+        number = event.get("attempt", 1)
+        took[number] = max(took.get(number, 0), event.get("seconds") or 0)
+    return sum(seconds for number, seconds in took.items() if number < attempt)
 
 
 def read_rows(path: Path, trouble: Callable[[Row], str | None]) -> list[Row]:
@@ -69,7 +83,10 @@ def _event_trouble(row: Row) -> str | None:
     if not isinstance(row.get("event"), str):
         return f"its event is {row.get('event')!r}, not a name"
     wrong = [name for name in ("attempt", "step") if name in row and not _is_count(row[name])]
-    return f"its {wrong[0]} is {row[wrong[0]]!r}, not a whole number" if wrong else None
+    if wrong:
+        return f"its {wrong[0]} is {row[wrong[0]]!r}, not a whole number"
+    seconds = row.get("seconds")
+    return None if isinstance(seconds, (int, float, type(None))) else f"its seconds is {seconds!r}, not a number"
 
 
 def _is_count(value: object) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 from offbeat.ledger.records import Batch, Counts, EvalGroup, EvalRound, GroupState, Member
 from offbeat.observability.advice import Advice, Adviser, Keys
 from offbeat.observability.console import Console, ends, held_out
-from offbeat.observability.metric_files import read_events, read_metrics
+from offbeat.observability.metric_files import read_events, read_metrics, seconds_before
 from offbeat.observability.sinks import Sink, send
 
 if TYPE_CHECKING:
@@ -162,8 +162,9 @@ class Reporter:
             )
         now_s = time.monotonic()
         seconds = now_s - self._last_s
-        if self._is_first:  # without the start of a trainer in another process
-            seconds = sum(row.get(f"time_{stage}_s", 0.0) for stage in ("wait", "train", "publish")) or seconds
+        if self._is_first:  # without the start of a trainer in another process, which may also have begun before us
+            stages = sum(row.get(f"time_{stage}_s", 0.0) for stage in ("wait", "train", "publish"))
+            seconds = min(stages, seconds) or seconds
         self._last_s, self._is_first = now_s, False
         self._emit(
             {
@@ -187,11 +188,11 @@ class Reporter:
         `seconds` is the time since the run was last started or resumed. `stopped_by` names the signal or request that
         ended the run early; None: it finished."""
         rows = read_metrics(self.folder.metrics_file)
-        before = [row for row in rows if "reward" in row and row.get("attempt", 1) < self.folder.attempt]
+        earlier = seconds_before(self.folder.attempt, self.folder.metrics_file, self.folder.events_file)
         finished = stopped_by is None
         summary = {
             "run": str(self.folder.path),
-            **summarise(rows, seconds + _sum(before, "seconds"), counts),
+            **summarise(rows, seconds + earlier, counts),
             "finished": finished,
             "stopped_by": stopped_by,
         }
@@ -314,7 +315,7 @@ def _weights_row(figures: PublishFigures | None) -> dict[str, Any]:
 
 def summarise(rows: Sequence[Mapping[str, Any]], seconds: float, counts: Counts) -> dict[str, Any]:
     """Returns a run's summary. `rows` are its metric rows, without those that a resume undid; `seconds` is the time of
-    the whole run."""
+    all attempts together."""
     steps = [row for row in rows if "reward" in row]
     evals = [(value, row) for row in rows if (value := held_out(row)) is not None]
     spent = _sum(steps, "seconds")
