@@ -193,6 +193,15 @@ def test_the_end_says_what_came_of_it_and_what_to_do_next():
     assert stopped == {"run": "runs/x", "next": "offbeat train --resume runs/x"}
 
 
+def test_the_end_of_a_stopped_run_says_when_its_last_evaluation_was():
+    only = {**SUMMARY, "steps": 7, "eval_first": 0.5, "eval_last": 0.5, "eval_step": 0, "eval_samples": 15}
+    assert dict(closing_lines(only, "runs/x"))["held-out"] == "0.500  (15 problems, before training)"
+    several = dict(closing_lines({**SUMMARY, "eval_step": 40}, "runs/x"))
+    assert several["held-out"] == "0.390 → 0.870  (15 problems, 4 answers each, after step 40)"
+    at_end = dict(closing_lines({**SUMMARY, "eval_step": 60}, "runs/x"))
+    assert at_end["held-out"] == "0.390 → 0.870  (15 problems, 4 answers each)"
+
+
 def test_the_end_of_a_run_from_python_says_what_to_call_next():
     words = dict(closing_lines(SUMMARY, "runs/x", from_python=True))
     assert (words["next"], words["or"]) == ('run.export("MODEL_DIR")', "run.resume(steps=120)")

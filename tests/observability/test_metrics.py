@@ -239,7 +239,7 @@ def test_a_summary_compares_the_first_steps_with_the_last():
     assert (summary["steps"], summary["seconds"], summary["versions"]) == (30, 99.0, 31)
     assert summary["reward_first"] == pytest.approx(0.02)  # steps 1 to 3
     assert summary["reward_last"] == pytest.approx(0.255)  # steps 21 to 30
-    assert (summary["eval_first"], summary["eval_last"]) == (0.1, 0.9)
+    assert (summary["eval_first"], summary["eval_last"], summary["eval_step"]) == (0.1, 0.9, 30)
     assert summary["seconds_in_steps"] == 60.0
     assert (summary["samples_per_second"], summary["tokens_per_second"]) == (2.0, 4.0)
     assert summary["max_staleness_trained"] == 2
@@ -254,6 +254,6 @@ def test_a_missing_picture_is_told_with_the_line_that_installs_matplotlib(report
 
 def test_a_run_that_trained_nothing_has_a_summary_too():
     summary = summarise([], 1.0, Counts())
-    nothing = ("reward_first", "reward_last", "eval_first", "eval_last", "samples_per_second", "tokens_per_second")
+    nothing = ("reward_first", "reward_last", "eval_first", "eval_last", "eval_step", "samples_per_second")
     assert summary["steps"] == 0
-    assert [summary[name] for name in nothing] == [None] * 6
+    assert [summary[name] for name in (*nothing, "tokens_per_second")] == [None] * 7

@@ -245,7 +245,11 @@ def closing_lines(summary: Row, folder: str, *, from_python: bool = False) -> li
     only = ", without answers that failed" if failures else ""
     words = [("reward", f"{reward}  (first {_steps(first)} → last {_steps(last)}{only})" if reward else "")]
     held = _from_to(summary.get("eval_first"), summary.get("eval_last"))
-    words.append(("held-out", f"{held}  ({_answers(summary)})" if held and summary.get("eval_prompts") else held))
+    if summary.get("eval_step") == 0:
+        held = _number(summary.get("eval_last"), ".3f")
+    if held and summary.get("eval_prompts"):
+        held += f"  ({_answers(summary)}{_when_judged(summary)})"
+    words.append(("held-out", held))
     if seconds is not None and steps is not None:
         in_steps, of_steps = summary.get("seconds_in_steps"), f"{steps} {'step' if steps == 1 else 'steps'}"
         parts = f"{of_steps} in {duration(seconds)}"
@@ -291,6 +295,14 @@ def _answers(summary: Row) -> str:
         return f"{scored} of {scored + failed} answers; {failed} failed"
     each = f", {scored // prompts} answers each" if scored > prompts else ""
     return f"{prompts} problems{each}"
+
+
+def _when_judged(summary: Row) -> str:
+    """Returns when the last evaluation was; "" if it was after the last step, or in an older run."""
+    step = summary.get("eval_step")
+    if step == 0:
+        return ", before training"
+    return "" if step in (None, summary.get("steps")) else f", after step {step}"
 
 
 def duration(seconds: float) -> str:

@@ -333,6 +333,7 @@ def summarise(rows: Sequence[Mapping[str, Any]], seconds: float, counts: Counts)
         "reward_last": mean_reward(steps[-num_last:]),
         "eval_first": evals[0][0] if evals else None,
         "eval_last": evals[-1][0] if evals else None,
+        "eval_step": evals[-1][1]["step"] if evals else None,
         **{name: evals[-1][1].get(name) if evals else None for name in ("eval_prompts", "eval_samples", "eval_failed")},
         "samples_per_second": _sum(steps, "samples") / spent if spent else None,
         "tokens_per_second": _sum(steps, "tokens") / spent if spent else None,
