@@ -3,7 +3,7 @@
 Each child process is an ordinary `offbeat` command; trainer and workers get join tokens of their own. A child that dies
 is restarted (`offbeat.rules.restarts`) and continues from the ledger, its checkpoint or its spool. Children end with
 this process, even if it is killed. The coordinator writes to this terminal, the others write to files in the run's
-logs/. There, supervisor.jsonl records each start and end of a process.
+logs/. There, supervisor.jsonl records each start and end of a process; the terminal gets a line for each restart.
 """
 
 from __future__ import annotations
@@ -212,6 +212,8 @@ class Supervisor:
                     raise UserError(f"{child.name}: {why.removeprefix('offbeat: ')}")
                 log = f" (see {child.log})" if child.log else ""
                 raise RunStopped(f"{child.name}: ended with status {status} and is not restarted: {why}{log}")
+            if self.config.log.console != "quiet":
+                _tell(_death(child, status, pause_s))
             await asyncio.sleep(pause_s)
             if not child.keeps_going:
                 return
@@ -306,6 +308,17 @@ class Supervisor:
         row = {"event": event, "time": when, "process": child.name, "pid": child.process.pid, **fields}
         with suppress(OSError), (self.run / "logs" / LOG).open("a") as log:
             print(json.dumps(row), file=log)
+
+
+def _death(child: Child, status: int, pause_s: float) -> str:
+    how, see = (f"signal {-status}", "") if status < 0 else (f"exit status {status}", f"; see {child.log or 'above'}")
+    return f"{child.name} died ({how}){see}; starting again{f' in {pause_s:g} s' if pause_s else ''}"
+
+
+def _tell(text: str) -> None:
+    """Prints a line. On a terminal, it first clears the coordinator's progress bar, which is drawn again below it."""
+    with suppress(OSError):  # a full disk or a closed pipe must not end the run
+        print(f"\r\x1b[2K{text}" if sys.stdout.isatty() else text, flush=True)
 
 
 def _line(descriptor: int) -> bytes:
