@@ -33,6 +33,7 @@ from offbeat.launch.run_folder import (
     check_resumable,
     named_run,
     refuse_in_use,
+    refuse_trainer_elsewhere,
     stored_config,
 )
 from offbeat.launch.stopping import WAKE_EVERY_S, StopButton
@@ -381,6 +382,8 @@ def _launch(config: Config, given: Given, resume: Path | None) -> None:
     """Trains in this process, or with worker processes if `rollout.workers` says so."""
     from offbeat.launch.engine_choice import announce, with_chosen_engine
 
+    if resume:
+        refuse_trainer_elsewhere(resume)
     config, choice = with_chosen_engine(check_resumable(resume, config) if resume else config)
     announce(choice, config)
     if config.rollout.workers is None:

@@ -12,8 +12,10 @@ from offbeat.config import fixed_keys, load
 from offbeat.config.keys import known_keys
 from offbeat.errors import OffbeatError
 from offbeat.launch import engine_choice, preflight
-from offbeat.launch.run_folder import RunFolder
+from offbeat.launch.run_folder import RunFolder, has_finished
 from offbeat.ledger.ledger import Ledger
+from offbeat.ledger.records import Arrival
+from offbeat.weights.version import Version
 
 
 @pytest.fixture(autouse=True)
@@ -152,6 +154,17 @@ def test_resuming_with_a_changed_fixed_key_is_refused(refused):
     told = "offbeat: batch.group_size = 16: the run runs/a has 8, and this key is fixed for the life of a run; leave"
     assert refused("train", "--resume", "runs/a", "--batch.group-size", "16").startswith(told)
     assert refused("train", write("[batch]\ngroup_size = 16\n"), "--resume").startswith(told)
+
+
+def test_a_run_whose_trainer_joined_it_is_not_resumed_without_that_trainer_and_stays_as_it_is(refused):
+    with begin("a") as folder, Ledger(folder.ledger) as ledger:
+        ledger.publish(Version(0, 0, None, "digest", folder.weights))
+        ledger.reconcile(0, 0, Arrival("trainer", "box-1", "elsewhere"))
+        folder.event("end", step=1, finished=True)
+    told = refused("train", "--resume", "runs/a")
+    assert "its checkpoints are with the trainer that joined it (trainer on box-1, since " in told
+    assert "continue with offbeat serve --resume runs/a, and start that trainer again with the same --dir" in told
+    assert has_finished(folder.path)
 
 
 def test_a_name_in_use_is_refused(refused):

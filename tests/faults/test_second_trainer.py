@@ -48,7 +48,7 @@ def test_one_without_a_checkpoint_is_sent_away_and_one_told_to_begin_from_scratc
         _, errors = refused.communicate(timeout=WITHIN_S)
         assert refused.returncode == 2
         assert errors.count("\n") == 1
-        assert "this trainer has no checkpoint; start it with the folder of the previous trainer (trainer on " in errors
+        assert "no checkpoint; start it with --dir and the folder of the previous trainer (trainer on " in errors
         assert "--from-scratch" in errors
         with Ledger(run.run / "ledger.sqlite", read_only=True) as ledger:
             step = ledger.latest_version().step

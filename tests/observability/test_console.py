@@ -202,6 +202,14 @@ def test_the_end_of_a_stopped_run_says_when_its_last_evaluation_was():
     assert at_end["held-out"] == "0.390 → 0.870  (15 problems, 4 answers each)"
 
 
+def test_the_end_of_a_run_that_its_trainer_joined_names_the_commands_of_both():
+    trainer = "start the trainer again as before (the same --dir); it needs no token"
+    words = dict(closing_lines(SUMMARY, "runs/x", command="serve"))
+    assert (words["or"], words["then"]) == ("offbeat serve --resume runs/x --run.steps 120", trainer)
+    stopped = dict(closing_lines({"finished": False, "steps": 3}, "runs/x", command="serve"))
+    assert (stopped["next"], stopped["then"]) == ("offbeat serve --resume runs/x", trainer)
+
+
 def test_the_end_of_a_run_from_python_says_what_to_call_next():
     words = dict(closing_lines(SUMMARY, "runs/x", from_python=True))
     assert (words["next"], words["or"]) == ('run.export("MODEL_DIR")', "run.resume(steps=120)")

@@ -39,8 +39,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     address_of(config).check()
     with RunFolder.open(resume, config) if resume else RunFolder.create(config) as folder:
         try:
-            summary = asyncio.run(serve(folder))
-            return status_of(summary, is_quiet=is_supervised)  # the supervisor prints it
+            summary = asyncio.run(serve(folder, command="train" if is_supervised else "serve"))
+            return status_of(summary, "serve", is_quiet=is_supervised)  # the supervisor prints it
         except RunStopped as error:
             folder.event("error", error=str(error))
             print(f"offbeat: {error}", file=sys.stderr)

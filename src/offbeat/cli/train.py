@@ -83,9 +83,11 @@ def _start(arguments: argparse.Namespace, overrides: list[str], config: Config, 
         return _dry_run(given, config, choice, resume)
     announce(choice, config)
     if resume:
-        from offbeat.launch.run_folder import refuse_in_use
+        from offbeat.launch.run_folder import refuse_in_use, refuse_trainer_elsewhere
 
         refuse_in_use(resume)
+        if not arguments.from_scratch:
+            refuse_trainer_elsewhere(resume)
     if config.rollout.workers is not None:
         return _supervise(config, resume, arguments.config, overrides, from_scratch=arguments.from_scratch)
     from offbeat.launch import local
@@ -158,15 +160,16 @@ def _dry_run(given: Config, config: Config, choice: Choice | None, resume: Path 
     return 0
 
 
-def status_of(summary: Mapping[str, Any], *, is_quiet: bool = False) -> int:
-    """Returns the exit status of a run: 0 if it finished, 128 plus the signal's number if a signal stopped it."""
+def status_of(summary: Mapping[str, Any], command: str = "train", *, is_quiet: bool = False) -> int:
+    """Returns the exit status of a run: 0 if it finished, 128 plus the signal's number if a signal stopped it. Then
+    prints how to go on, with the `command` that resumes the run."""
     name = summary["stopped_by"]
     if name not in signal.Signals.__members__:
         return 0
     if not is_quiet:
         print(
-            f"offbeat: stopped by {name} after step {summary['steps']}, with a checkpoint; continue with offbeat train "
-            f"--resume {summary['run']}",
+            f"offbeat: stopped by {name} after step {summary['steps']}, with a checkpoint; continue with offbeat "
+            f"{command} --resume {summary['run']}",
             file=sys.stderr,
         )
     return 128 + signal.Signals[name]

@@ -49,8 +49,9 @@ END_NOTICE_S = 15.0
 """Longest time that the server stays up for workers to learn, at their next call, that the run is over."""
 
 
-async def serve(folder: RunFolder) -> dict[str, Any]:
-    """Serves the coordinator of a run until the run ends; returns the run's summary."""
+async def serve(folder: RunFolder, command: str = "serve") -> dict[str, Any]:
+    """Serves the coordinator of a run until the run ends; returns the run's summary. `command` is the one that the user
+    gave: `serve`, or `train` if the trainer and workers were started with the coordinator."""
     config, start_s = folder.config, time.monotonic()
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS))
     async with AsyncExitStack() as stack:
@@ -79,6 +80,7 @@ async def serve(folder: RunFolder) -> dict[str, Any]:
             seconds=time.monotonic() - start_s,
             stopped_by=None if is_finished else stopping.why,
             counts=await runtime.coordinator.call(runtime.ledger.counts),
+            command=command,
         )
         interrupted = "" if is_finished else f"stopped at step {summary['steps']} of {config.run.steps}"
         await _let_workers_leave(runtime, config.rollout.lease_s, interrupted)

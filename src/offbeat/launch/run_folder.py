@@ -115,6 +115,8 @@ LEDGER, CONFIG, METRICS, EVENTS, TRACE, SUMMARY, ADDRESS, LOCK = (
     "serve.json",
     "lock",
 )
+TRAINER_ID = "trainer.id"
+"""File with the random id of the run's own trainer; `offbeat.trainer.checkpoint` writes it."""
 CHECK_WITHIN_S = 60.0
 """Longest time that a resume searches the ledger for damaged pages; enough to read some ten gigabytes from disk."""
 LOGGERS = ("offbeat", "py.warnings")
@@ -451,6 +453,25 @@ def _existing_ledger(path: Path) -> Ledger | None:
 def refuse_in_use(path: Path) -> None:
     """Raises if another process works in a run's folder. This is an early check, which `RunFolder.open` repeats."""
     FolderLock(path / LOCK).release()
+
+
+def refuse_trainer_elsewhere(path: Path) -> None:
+    """Raises if the checkpoints of a run to resume are in the folder of a trainer that joined it. This is an early
+    check, which leaves the run as it is; the ledger checks every trainer that starts."""
+    from offbeat.ledger.batches import latest_trainer
+    from offbeat.ledger.migrations import is_old
+
+    if any(path.glob("checkpoints/*")) or is_old(path / LEDGER) or (ledger := _existing_ledger(path)) is None:
+        return
+    with ledger:
+        trainer = latest_trainer(ledger)
+    home = (path / TRAINER_ID).read_text() if (path / TRAINER_ID).is_file() else None
+    if trainer is not None and trainer.checkpoint_step is not None and trainer.home != home:
+        raise UserError(
+            f"{path}: its checkpoints are with the trainer that joined it ({trainer}); continue with offbeat serve "
+            f"--resume {path}, and start that trainer again with the same --dir; or add --from-scratch, which undoes "
+            "all steps"
+        )
 
 
 def named_run(given: str, parent: Path) -> Path:

@@ -452,8 +452,8 @@ def why_not_from_scratch(before: TrainerRecord | None, arrival: Arrival, step: i
         )
     last = "" if before.checkpoint_step is None else f", which has a checkpoint of step {before.checkpoint_step}"
     return (
-        f"the run is at step {step}, but this trainer has no checkpoint; start it with the folder of the previous "
-        f"trainer ({before}){last}, or with --from-scratch to undo all steps"
+        f"the run is at step {step}, but this trainer has no checkpoint; start it with --dir and the folder of the "
+        f"previous trainer ({before}){last}, or with --from-scratch to undo all steps"
     )
 
 

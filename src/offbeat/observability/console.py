@@ -124,8 +124,8 @@ class Console(Protocol):
         """Shows a text that a person should act upon."""
         ...
 
-    def finish(self, summary: Row, folder: str, *, from_python: bool = False) -> None:
-        """Shows the results and what to do next: commands or, for a run that was started `from_python`, calls."""
+    def finish(self, summary: Row, folder: str, *, from_python: bool = False, command: str = "train") -> None:
+        """Shows the results and what to do next, see `closing_lines`."""
         ...
 
     def __enter__(self) -> Self:
@@ -199,9 +199,9 @@ class PlainConsole(Console):
     def alarm(self, text: str) -> None:
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
-    def finish(self, summary: Row, folder: str, *, from_python: bool = False) -> None:
+    def finish(self, summary: Row, folder: str, *, from_python: bool = False, command: str = "train") -> None:
         if not self.quiet:
-            for name, text in closing_lines(summary, folder, from_python=from_python):
+            for name, text in closing_lines(summary, folder, from_python=from_python, command=command):
                 self._print(f"{name:<10} {text}")
 
     def _print(self, text: str) -> None:
@@ -234,10 +234,12 @@ class LineDue:
         return True
 
 
-def closing_lines(summary: Row, folder: str, *, from_python: bool = False) -> list[tuple[str, str]]:
+def closing_lines(
+    summary: Row, folder: str, *, from_python: bool = False, command: str = "train"
+) -> list[tuple[str, str]]:
     """Returns a run's results as pairs of a name and a text; figures that the summary lacks are left out. At the end
     are commands to go on with or, for a run that was started `from_python`, calls, because functions from Python have
-    to be given to a command again."""
+    to be given to a command again. `command` resumes the run; with `serve`, its trainer has to join again."""
     seconds, steps = summary.get("seconds"), summary.get("steps")
     first, last = ends(steps or 0)
     reward = _from_to(summary.get("reward_first"), summary.get("reward_last"))
@@ -263,13 +265,16 @@ def closing_lines(summary: Row, folder: str, *, from_python: bool = False) -> li
         counts = ", ".join(f"{count} by {reason}" for reason, count in failures.items())
         words.append(("failed", f"{counts}; left out of training, see {folder}/logs"))
     words.append(("run", folder))
+    resume = f"{program()} {command} --resume {folder}"
     if summary.get("finished") is False:
-        words.append(("next", "run.resume()" if from_python else f"{program()} train --resume {folder}"))
+        words.append(("next", "run.resume()" if from_python else resume))
     elif steps and from_python:
         words += [("next", 'run.export("MODEL_DIR")'), ("or", f"run.resume(steps={2 * steps})")]
     elif steps:
         words.append(("next", f"{program()} export {folder} MODEL_DIR"))
-        words.append(("or", f"{program()} train --resume {folder} --run.steps {2 * steps}"))
+        words.append(("or", f"{resume} --run.steps {2 * steps}"))
+    if command == "serve":
+        words.append(("then", "start the trainer again as before (the same --dir); it needs no token"))
     return [(name, text) for name, text in words if text]
 
 
@@ -391,10 +396,10 @@ class TerminalConsole(Console):
     def alarm(self, text: str) -> None:
         self.rich.print(Text(f"warning: {text}", style="bold yellow"), soft_wrap=True)
 
-    def finish(self, summary: Row, folder: str, *, from_python: bool = False) -> None:
+    def finish(self, summary: Row, folder: str, *, from_python: bool = False, command: str = "train") -> None:
         self.progress.stop()
         table = Table.grid(padding=(0, 2))
-        for name, text in closing_lines(summary, folder, from_python=from_python):
+        for name, text in closing_lines(summary, folder, from_python=from_python, command=command):
             style = "bold green" if name in ("reward", "held-out") else ""
             table.add_row(Text(name, style="dim"), Text(text, style=style, overflow="fold"))
         title, color = ("stopped", "yellow") if summary.get("finished") is False else ("done", "green")

@@ -183,10 +183,12 @@ class Reporter:
         self._emit(row)
         self.advise(self.adviser.evaluation(row))
 
-    def finish(self, *, seconds: float, stopped_by: str | None, counts: Counts) -> dict[str, Any]:
+    def finish(
+        self, *, seconds: float, stopped_by: str | None, counts: Counts, command: str = "train"
+    ) -> dict[str, Any]:
         """Writes, shows and returns the run's summary, and draws reward.png, both without steps that a resume undid.
         `seconds` is the time since the run was last started or resumed. `stopped_by` names the signal or request that
-        ended the run early; None: it finished."""
+        ended the run early; None: it finished. `command` is the one that resumes the run."""
         rows = read_metrics(self.folder.metrics_file)
         earlier = seconds_before(self.folder.attempt, self.folder.metrics_file, self.folder.events_file)
         finished = stopped_by is None
@@ -200,7 +202,7 @@ class Reporter:
         self.folder.event("end", step=summary["steps"], finished=finished)
         if not self._plot(rows):
             self.console.note("no reward.png, because matplotlib is not installed: pip install matplotlib")
-        self.console.finish(summary, str(self.folder.path), from_python=self.from_python)
+        self.console.finish(summary, str(self.folder.path), from_python=self.from_python, command=command)
         return summary
 
     def _emit(self, row: dict[str, Any]) -> None:

@@ -87,8 +87,9 @@ class NotebookConsole(Console):
     def alarm(self, text: str) -> None:
         self._say(f"warning: {text}")
 
-    def finish(self, summary: Row, folder: str, *, from_python: bool = False) -> None:
-        self.closing, self.status = closing_lines(summary, folder, from_python=from_python), ""
+    def finish(self, summary: Row, folder: str, *, from_python: bool = False, command: str = "train") -> None:
+        self.closing = closing_lines(summary, folder, from_python=from_python, command=command)
+        self.status = ""
         self._update(at_once=True)
 
     def __exit__(self, *error: object) -> None:
