@@ -99,10 +99,25 @@ def test_judges_are_asked_for_only_where_the_run_computes_no_rewards_itself(proc
     config = from_dict({"run": {"dir": str(tmp_path)}, "reward": {"processes": processes}})
     with RunFolder.create(config) as folder:
         server = SimpleNamespace(url="http://10.0.0.5:8700", address=Address(host="10.0.0.5", is_plain=True))
-        _announce(folder, server, "http://127.0.0.1:8701", runtime)
+        _announce(folder, server, "http://127.0.0.1:8701", runtime, needs_trainer=False)
         assert json.loads((folder.path / ADDRESS).read_text())["url"] == "http://10.0.0.5:8700"
     assert any("--role reward" in note for note in notes) == (processes == 0)
     assert not any("need no token" in note for note in notes)
     with RunFolder.open(folder.path) as resumed:
-        _announce(resumed, server, "http://127.0.0.1:8701", runtime)
+        _announce(resumed, server, "http://127.0.0.1:8701", runtime, needs_trainer=False)
     assert "workers that joined before need no token" in notes[-1]
+
+
+def test_a_coordinator_says_how_its_trainer_joins_and_after_a_resume_that_the_same_one_has_to(tmp_path):
+    notes: list[str] = []
+    runtime = SimpleNamespace(console=SimpleNamespace(note=notes.append))
+    server = SimpleNamespace(url="http://127.0.0.1:8700", address=Address())
+    with RunFolder.create(from_dict({"run": {"dir": str(tmp_path)}})) as folder:
+        _announce(folder, server, server.url, runtime, needs_trainer=True)
+        assert any("offbeat trainer --join http://127.0.0.1:8700" in note for note in notes)
+        folder.event("checkpoint", step=28, version=28)
+    notes.clear()
+    with RunFolder.open(folder.path) as resumed:
+        _announce(resumed, server, server.url, runtime, needs_trainer=True)
+    assert not any("offbeat trainer" in note for note in notes)
+    assert "start it again with the same --dir" in notes[-1]

@@ -27,6 +27,11 @@ def test_a_run_on_this_machine_alone_is_joined_from_here():
     assert commands("http://127.0.0.1:4000", Address()) == [here]
 
 
+def test_the_trainer_joins_with_a_token_of_its_own_role():
+    here = "offbeat worker token 'runs/a b' --role trainer) offbeat trainer --join http://127.0.0.1:4000"
+    assert commands("http://127.0.0.1:4000", Address(), role="trainer") == [f"OFFBEAT_TOKEN=$({here}"]
+
+
 def test_workers_elsewhere_get_an_address_of_this_machine_and_not_that_of_all(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(join_line, "own_addresses", lambda: ["10.0.0.5", "172.17.0.1"])
     _, far = commands("http://0.0.0.0:8700", Address(host="0.0.0.0", is_plain=True))

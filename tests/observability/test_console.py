@@ -103,6 +103,13 @@ def test_a_log_gets_a_sign_of_life_when_no_line_came_for_long():
     ]
 
 
+def test_a_resumed_run_shows_the_step_that_it_goes_on_from_while_it_waits(monkeypatch):
+    monkeypatch.setattr(console, "FIRST_SIGN_S", 0.0)
+    file = io.StringIO()
+    open_console("plain", 60, 28, file).doing("waiting for the trainer's first weights")
+    assert file.getvalue().startswith("    28/60  waiting for the trainer")
+
+
 def test_fast_steps_share_a_line_but_evaluations_and_the_last_step_get_theirs():
     file, clock = io.StringIO(), FakeClock()
     console = PlainConsole(20, file, clock=clock)

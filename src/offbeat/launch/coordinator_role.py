@@ -74,7 +74,7 @@ async def serve(folder: RunFolder, command: str = "serve") -> dict[str, Any]:
         if server.address.has_tls or not server.address.is_loopback:
             loopback = Address(port=_port_before(folder.path, "near_url"))
             near = await stack.enter_async_context(_serving(served, loopback))
-        _announce(folder, server, near.url, runtime)
+        _announce(folder, server, near.url, runtime, needs_trainer=command == "serve")
         is_finished = await _until_over(folder, runtime, stopping)
         summary = runtime.reporter.finish(
             seconds=time.monotonic() - start_s,
@@ -142,7 +142,9 @@ def _port_before(run: Path, which: str) -> int:
     return 0
 
 
-def _announce(folder: RunFolder, server: HttpServer, near_url: str, runtime: CoordinatorRuntime) -> None:
+def _announce(
+    folder: RunFolder, server: HttpServer, near_url: str, runtime: CoordinatorRuntime, *, needs_trainer: bool
+) -> None:
     url = server.url
     write_atomic(
         folder.path / ADDRESS,
@@ -154,12 +156,18 @@ def _announce(folder: RunFolder, server: HttpServer, near_url: str, runtime: Coo
         with open(int(descriptor), "w") as pipe:
             print(json.dumps({"url": near_url, "run": str(folder.path)}), file=pipe)
     address = server.address
-    lines = join_lines(folder.path, url, near_url, address)
+    has_trained = folder.last_event("checkpoint") is not None  # then only its own trainer may go on with the run
+    lines = []
+    if needs_trainer and not has_trained:
+        lines += join_lines(folder.path, url, near_url, address, role="trainer")
+    lines += join_lines(folder.path, url, near_url, address)
     if not folder.config.reward.processes:
         own = _own_rewards(folder.config)
         lines += join_lines(folder.path, url, near_url, address, role="reward", more=own)
     if folder.attempt > 1:
         lines.append("workers that joined before need no token; those that still run come back by themselves")
+        if needs_trainer and has_trained:
+            lines.append("the trainer needs none either; start it again with the same --dir, unless it still runs")
     for line in lines:
         runtime.console.note(line)
 

@@ -1,4 +1,4 @@
-"""Command lines to copy, by which workers and judges join a run. They never contain a join token."""
+"""Command lines to copy, by which trainer, workers and judges join a run. They never contain a join token."""
 
 from __future__ import annotations
 
@@ -19,29 +19,24 @@ def join_lines(run: Path, url: str, near_url: str, address: Address, role: str =
     how to join from them. Each command stands alone on its line, so that it can be copied whole.
 
     The coordinator serves `url` at `address`, and `near_url` for this machine. `role` is "" for workers that generate,
-    or `reward`; `more` holds further options.
+    `reward` or `trainer`; `more` holds further options.
     """
-    asked = f" --role {role}" if role else ""
-    token = f"offbeat worker token {shlex.quote(str(run))}{asked}"
-    who = "judge" if role == "reward" else "worker"
+    token = f"offbeat worker token {shlex.quote(str(run))}{f' --role {role}' if role else ''}"
+    who = {"": "a worker", "reward": "a judge", "trainer": "the trainer"}[role]
+    join = {"": "offbeat worker", "reward": "offbeat worker --role reward", "trainer": "offbeat trainer"}[role]
     lines = [
-        f"serving {url}; a {who} on this machine joins with",
-        f"  OFFBEAT_TOKEN=$({token}) {_join(asked, near_url)}{more}",
+        f"serving {url}; {who} on this machine joins with",
+        f"  OFFBEAT_TOKEN=$({token}) {join} --join {near_url}{more}",
     ]
     if address.has_tls or not address.is_loopback or address.behind_proxy:
         far_url = _far_url(url, address)
-        far = _join(asked, far_url) + _trust(address)
         is_here = address.certificate is not None and is_loopback(urlsplit(far_url).hostname or "")
         through = " through a tunnel, because the certificate names only this machine," if is_here else ""
         lines += [
-            f"a {who} elsewhere joins{through} with the next line, which asks for a token; {token} prints one",
-            f"  {far}{more}",
+            f"{who} elsewhere joins{through} with the next line, which asks for a token; {token} prints one",
+            f"  {join} --join {far_url}{_trust(address)}{more}",
         ]
     return lines
-
-
-def _join(asked: str, url: str) -> str:
-    return f"offbeat worker{asked} --join {url}"
 
 
 def _far_url(url: str, address: Address) -> str:
@@ -61,7 +56,7 @@ def _bracketed(host: str) -> str:
 
 
 def _trust(address: Address) -> str:
-    """Returns the option with which a worker trusts a self-signed certificate, or accepts a private network without
+    """Returns the option with which a member trusts a self-signed certificate, or accepts a private network without
     TLS; "" if it needs no option."""
     if address.is_plain:
         return " --allow-plain"

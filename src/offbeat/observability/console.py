@@ -149,7 +149,7 @@ def open_console(
         mode = "rich" if file.isatty() else "plain"
     if mode == "rich":
         return TerminalConsole(num_steps, first_step, file, has_workers=has_workers)
-    return PlainConsole(num_steps, file, quiet=mode == "quiet", has_workers=has_workers)
+    return PlainConsole(num_steps, file, first_step, quiet=mode == "quiet", has_workers=has_workers)
 
 
 def in_notebook() -> bool:
@@ -166,6 +166,7 @@ class PlainConsole(Console):
         self,
         num_steps: int,
         file: TextIO,
+        first_step: int = 0,
         *,
         quiet: bool = False,
         has_workers: bool = False,
@@ -174,7 +175,7 @@ class PlainConsole(Console):
         self.file, self.quiet, self.clock = file, quiet, clock
         self.due = LineDue(num_steps, PLAIN_LINE_EVERY_S, clock)
         self.columns = columns(num_steps, has_workers=has_workers)
-        self.num_steps, self.last_step = num_steps, 0
+        self.num_steps, self.last_step = num_steps, first_step
         self.has_header = False
         self.start_s = self.last_s = clock()
 
