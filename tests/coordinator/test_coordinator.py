@@ -9,8 +9,10 @@ import pytest
 from coordinator_scenes import SOON_S, answer, answer_all, coordinator, version
 from faulty_disk import no_file_over
 
+from offbeat.coordinator import coordinator as coordinator_module
 from offbeat.errors import DeadlineError, DiskError, RunInterrupted, RunOver, RunStopped
 from offbeat.ledger.errors import Damaged, LedgerError
+from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import ComparedSegment, Outcome, Submission
 from offbeat.ledger.workers import Role, WorkerState, new_secret, secret_hash
 from offbeat.trajectory import End, Segment
@@ -319,6 +321,39 @@ def test_a_worker_whose_answers_fail_the_audit_is_shut_out_and_the_tokens_count_
 async def joined(made, name: str) -> str:
     token = await made.call(made.ledger.issue_token, Role.ROLLOUT, 5.0)
     return (await made.call(made.ledger.redeem, token, name, {}, secret_hash(new_secret()))).name
+
+
+def test_who_is_revoked_by_another_process_loses_its_tasks_at_once_and_is_not_called_idle(tmp_path, monkeypatch):
+    monkeypatch.setattr(coordinator_module, "REFUSED_EVERY_S", 0.01)
+
+    async def scenario():
+        async with coordinator(tmp_path, eval={"every": 0}) as made:
+            await made.publish(version(0, 0))
+            stolen, honest = await joined(made, "stolen"), await joined(made, "honest")
+            tasks = (await made.lease(stolen, 4, 0, SOON_S)).tasks
+            assert len((await made.lease(honest, 100, 0, SOON_S)).tasks) == 4
+            with Ledger(tmp_path / "ledger.sqlite") as beside:
+                beside.move_worker(stolen, WorkerState.REVOKED)
+            again = (await made.lease(honest, 100, 0, SOON_S)).tasks
+            assert {task.id for task in again} == {task.id for task in tasks}
+            held = {worker.name: worker.num_leased for worker in await made.call(made.ledger.list_workers)}
+            assert held == {"stolen": 0, "honest": 8}
+            figures = made.step_figures()
+            assert (figures["workers"], figures["idle_workers"]) == (1, 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_is_silent_is_not_called_idle_although_its_lease_would_last(tmp_path, monkeypatch):
+    async def scenario():
+        async with coordinator(tmp_path) as made:
+            await made.lease("w", 1, None, 0.0)
+            assert made.step_figures()["idle_workers"] == 1
+            monkeypatch.setattr(coordinator_module, "PRESENT_S", 0.0)
+            figures = made.step_figures()
+            assert (figures["workers"], figures["idle_workers"]) == (1, 0)
+
+    asyncio.run(scenario())
 
 
 def test_who_carried_on_forged_beginnings_is_not_blamed_for_them(tmp_path):

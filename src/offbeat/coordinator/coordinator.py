@@ -8,6 +8,7 @@ running still hold their leases. A call that changes the ledger is answered only
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -181,6 +182,8 @@ FORGET_AFTER_S = 3600.0
 """Seconds without a call after which a worker is forgotten, but at least twice the lease time, so that its tasks have
 been taken back by then. A worker that returns later is treated as new and loses nothing."""
 FORGET_EVERY_S = 60.0
+REFUSED_EVERY_S = 1.0
+"""Pause between two looks for workers that another process has revoked."""
 PRESENT_S = 15.0
 """A worker counts as present until it has made no call for this time or the lease time, whichever is longer. An idle
 worker calls more often."""
@@ -328,6 +331,7 @@ class Coordinator:
         self.rewards.start(self.ledger, self._share, self._background, self._progress, self._notify_workers)
         self._background.spawn(self.lease_manager.expire())
         self._background.spawn(self._forget_for_ever())
+        self._background.spawn(self._let_refused_leave())
 
     async def close(self) -> None:
         await self._background.close()
@@ -530,6 +534,19 @@ class Coordinator:
             await asyncio.sleep(FORGET_EVERY_S)
             self.forget_silent()
 
+    async def _let_refused_leave(self) -> None:
+        """Frees, in an endless loop, what workers hold whose calls are refused, such as those that another process has
+        revoked. Looks again at those that were refused earlier, because a call of theirs may have been under way."""
+        refused, num_moves = set[str](), 0
+        while True:
+            moves = await self._writer.read(self.ledger.num_worker_moves)
+            if moves != num_moves:
+                refused, num_moves = await self._writer.read(self.ledger.refused_workers), moves
+            held = {lease.worker for lease in self.lease_manager.leases.all()}
+            for worker in refused & {*self.present(math.inf), *held}:
+                await self.leave(worker)
+            await asyncio.sleep(REFUSED_EVERY_S)
+
     def present(self, within_s: float) -> list[str]:
         """Returns the workers and judges that made a call within the last `within_s` seconds and have not left."""
         return sorted([*self.presence.present(within_s), *self.rewards.present(within_s)])
@@ -596,9 +613,9 @@ class Coordinator:
         these had no task. Restarts the counts."""
         figures = {**self._partials.take(), **self._provisioning.figures()}
         if not self.only_worker:
-            present = set(self._present_workers())
             busy = self._worked | {lease.worker for lease in self.lease_manager.leases.all()}
-            figures |= {"workers": len(present), "idle_workers": len(present - busy)}
+            idle = set(self.presence.present(PRESENT_S)) - busy  # one that is silent for longer may be dead
+            figures |= {"workers": len(self._present_workers()), "idle_workers": len(idle)}
             self._worked.clear()
         return figures
 

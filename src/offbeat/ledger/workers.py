@@ -193,6 +193,11 @@ class Workers(Database):
         """Returns the names of the active workers."""
         return {name for (name,) in self.execute("SELECT name FROM workers WHERE state = ?", (ACTIVE.value,))}
 
+    def refused_workers(self) -> set[str]:
+        """Returns the names of the workers whose calls are refused: revoked or quarantined ones."""
+        query = "SELECT name FROM workers WHERE state IN (?, ?)"
+        return {name for (name,) in self.execute(query, (REVOKED.value, QUARANTINED.value))}
+
     def list_workers(self) -> list[WorkerRecord]:
         """Returns all workers that ever joined, in the order in which they joined."""
         leased, compared, seen = self.num_leased(), num_compared(self), self._seen()

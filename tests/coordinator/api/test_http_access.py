@@ -6,6 +6,7 @@ import sys
 import pytest
 from http_run import LiveRun, answer
 
+from benchmarks.common.supervised import until
 from offbeat.client import wire
 from offbeat.coordinator.api.limits import ServerSettings
 from offbeat.ledger.workers import Role, WorkerState, new_secret, secret_hash
@@ -140,7 +141,7 @@ def test_the_hash_of_a_secret_is_no_secret(run, worker, unchanged):
     assert run.post("/v1/lease", WORKER_CALLS["/v1/lease"], hashed.hex()).status == 401
 
 
-def test_a_worker_revoked_by_another_process_is_401_at_its_next_call(run, worker, task, unchanged):
+def test_a_worker_revoked_by_another_process_is_401_at_its_next_call_and_loses_its_tasks(run, worker, task):
     (name,) = [w.name for w in run.ledger.list_workers() if w.num_leased][-1:]
     assert run.post("/v1/heartbeat", wire.HeartbeatCall(held=[(task.id, task.fence)]), worker).status == 200
     command = "from pathlib import Path; from offbeat.cli.access import revoke; import sys; "
@@ -151,6 +152,8 @@ def test_a_worker_revoked_by_another_process_is_401_at_its_next_call(run, worker
         assert (response.status, "its box was stolen" in response.error) == (401, True)
     assert run.submit(answer(task), task.fence, worker).status == 401
     assert run.send("GET", "/v1/weights/0", secret=worker).status == 401
+    until(lambda: not {w.name: w.num_leased for w in run.ledger.list_workers()}[name], "its tasks to be free")
+    assert run.ledger.verify().violations == ()
 
 
 def test_a_quarantined_worker_is_403_and_cannot_leave_its_way_out(run, unchanged):
