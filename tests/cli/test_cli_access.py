@@ -9,7 +9,7 @@ from offbeat.cli import access, trainer
 from offbeat.cli.parser import Parser
 from offbeat.errors import UserError
 from offbeat.launch.joining import Invitation
-from offbeat.launch.run_folder import ADDRESS, EVENTS
+from offbeat.launch.run_folder import ADDRESS, CONFIG, EVENTS
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.workers import Role, WorkerState, new_secret, secret_hash
 
@@ -18,6 +18,7 @@ from offbeat.ledger.workers import Role, WorkerState, new_secret, secret_hash
 def folder(tmp_path):
     Ledger(tmp_path / "ledger.sqlite").close()
     (tmp_path / ADDRESS).touch()
+    (tmp_path / CONFIG).write_text(json.dumps({"rollout": {"lease_s": 60.0}}))
     return tmp_path
 
 
@@ -86,6 +87,18 @@ def test_the_list_tells_who_is_away_and_since_when(folder, capsys):
         ledger.note_seen({})
         ledger.move_worker("box", WorkerState.LEFT)
     assert {name: cells[2] for name, cells in listed().items()} == {"killed": "away", "box": "left", "big": "away"}
+
+
+@pytest.mark.parametrize("lease_s, state", [(10.0, "away"), (60.0, "active")])
+def test_who_has_not_called_for_its_lease_time_is_away(folder, capsys, lease_s, state):
+    (folder / CONFIG).write_text(json.dumps({"rollout": {"lease_s": lease_s}}))
+    with ledger_at(folder, 9) as ledger:  # the coordinator's latest note
+        ledger.redeem(ledger.issue_token(Role.ROLLOUT, 5), "killed", {}, secret_hash(new_secret()))
+        ledger.redeem(ledger.issue_token(Role.ROLLOUT, 5), "busy", {}, secret_hash(new_secret()))
+        ledger.note_seen({"killed": time.time() - 9 - 16, "busy": time.time() - 9 - 3})
+    run("list", folder)
+    states = {line.split()[0]: line.split()[2] for line in capsys.readouterr().out.splitlines()[1:]}
+    assert states == {"killed": state, "busy": "active"}
 
 
 def test_nobody_is_there_once_the_coordinator_has_ended(folder, capsys):

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from offbeat.cli.chosen_run import RUN_HELP, chosen_run, is_run
 from offbeat.cli.ledger import span
+from offbeat.config.schema import RolloutConfig
 from offbeat.errors import UserError
-from offbeat.launch.run_folder import ADDRESS, has_finished
+from offbeat.launch.run_folder import ADDRESS, has_finished, stored_config
 from offbeat.spelling import nearest
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ def issue_token(folder: Path, role: str = "rollout", minutes: float = DEFAULT_MI
 
 def list_workers(folder: Path, *, as_json: bool = False) -> int:
     with _ledger(folder, read_only=True) as ledger, ledger.naming_damage():
-        found = ledger.list_workers()
+        rollout = stored_config(folder).get("rollout", {})
+        found = ledger.list_workers(rollout.get("lease_s", RolloutConfig().lease_s))
     if as_json:
         print(json.dumps([asdict(worker) for worker in found]))
     else:

@@ -27,7 +27,7 @@ from offbeat.errors import DeadlineError, RunInterrupted, RunOver, RunStopped, U
 from offbeat.ledger.errors import Conflict, Fenced, Forbidden, Refused, Unknown
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Arrival, Batch, ComparedSegment, EvalRound, Outcome, Reconciled, Submission
-from offbeat.ledger.workers import WorkerState
+from offbeat.ledger.workers import PRESENT_S, WorkerState
 from offbeat.rules.event_model import EventModelConfig
 from offbeat.rules.groups import AdmissionTarget
 from offbeat.rules.over_provision import Decision
@@ -184,9 +184,6 @@ been taken back by then. A worker that returns later is treated as new and loses
 FORGET_EVERY_S = 60.0
 REFUSED_EVERY_S = 1.0
 """Pause between two looks for workers that another process has revoked."""
-PRESENT_S = 15.0
-"""A worker counts as present until it has made no call for this time or the lease time, whichever is longer. An idle
-worker calls more often."""
 
 
 @dataclass(frozen=True)

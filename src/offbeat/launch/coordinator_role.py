@@ -44,7 +44,7 @@ PLAIN = "plain"
 NUM_THREADS = 6
 """Number of threads that process large HTTP bodies and files. On a large machine asyncio would use 32, and each thread
 keeps as much memory as its largest body needed."""
-NOTE_SEEN_EVERY_S = 10.0
+NOTE_SEEN_EVERY_S = 5.0
 END_NOTICE_S = 15.0
 """Longest time that the server stays up for workers to learn, at their next call, that the run is over."""
 

@@ -31,9 +31,11 @@ SECRET_BYTES = 32
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 """Allowed names of workers: they are used verbatim in logs, metrics and file names."""
 COLUMNS = "name, role, state, reason, capabilities, joined_at"
-AWAY_AFTER_S = 60.0
-"""Seconds without a call after which a worker counts as away. Even a worker with nothing to do asks for work every few
-seconds; only a trainer may be silent for as long as a step takes."""
+PRESENT_S = 15.0
+"""A worker counts as present until it has made no call for this time or the lease time, whichever is longer. Even a
+worker with nothing to do asks for work every few seconds; only a trainer may be silent for as long as a step takes."""
+SERVED_WITHIN_S = 60.0
+"""Seconds after its latest note of who called for which a coordinator counts as running."""
 SEEN, COORDINATOR = "worker_seen", ""
 """Key in `meta` of a map from each worker's name to the wall time of its latest call; and the name in this map that
 stands for the coordinator."""
@@ -89,7 +91,7 @@ class WorkerRecord:
     """Wall time of its latest known call; calls of the last few seconds may be missing. Set by `list_workers` only.
     None: not known."""
     is_away: bool = False
-    """Whether it is active, but has been silent for `AWAY_AFTER_S` or its coordinator no longer runs; set by
+    """Whether it is active, but no longer present (see `PRESENT_S`), or its coordinator no longer runs; set by
     `list_workers` only. A trainer may be silent for longer."""
 
 
@@ -198,13 +200,15 @@ class Workers(Database):
         query = "SELECT name FROM workers WHERE state IN (?, ?)"
         return {name for (name,) in self.execute(query, (REVOKED.value, QUARANTINED.value))}
 
-    def list_workers(self) -> list[WorkerRecord]:
-        """Returns all workers that ever joined, in the order in which they joined."""
+    def list_workers(self, lease_s: float = PRESENT_S) -> list[WorkerRecord]:
+        """Returns all workers that ever joined, in the order in which they joined. `lease_s` is the lease time."""
         leased, compared, seen = self.num_leased(), num_compared(self), self._seen()
         rows = self.execute(f"SELECT {COLUMNS} FROM workers ORDER BY joined_at, name")
         found = [_worker(row, leased.get(row[0], 0), compared.get(row[0], (0, 0))) for row in rows]
-        since = self.wall_clock() - AWAY_AFTER_S
-        is_served = seen.get(COORDINATOR, since) >= since
+        now = self.wall_clock()
+        noted_at = seen.get(COORDINATOR, now)  # later calls are not in `seen`
+        is_served = now - noted_at <= SERVED_WITHIN_S
+        since = noted_at - max(lease_s, PRESENT_S)
         listed = []
         for worker in found:
             seen_at = seen.get(worker.name)
