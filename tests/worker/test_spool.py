@@ -18,10 +18,13 @@ from fake_coordinator import Desk, a_task
 from support_files import SUPPORT
 
 from offbeat.errors import UserError
+from offbeat.ledger.errors import Fenced
+from offbeat.ledger.records import Outcome
 from offbeat.testing.paced import PacedEngine, PacedSettings
 from offbeat.trajectory import End, Segment, Trajectory
+from offbeat.waiting import Notifier
 from offbeat.weights.publish import Publisher
-from offbeat.worker.spool import Spool, Unsent
+from offbeat.worker.spool import Outbox, Spool, Unsent
 from offbeat.worker.worker import Worker
 
 SCRIPT = SUPPORT / "killable_worker.py"
@@ -91,6 +94,28 @@ def test_a_spool_that_cannot_be_written_is_refused_in_a_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         Spool(tmp_path / "file" / "spool")
+
+
+def test_answers_that_came_too_late_are_told_in_one_line_and_not_one_by_one(tmp_path, caplog):
+    spool = Spool(tmp_path)
+    for task in (1, 2, 3):
+        spool.put(Unsent(a_trajectory(task), 1))
+
+    class Client:
+        async def submit(self, trajectory: Trajectory, fence: int) -> Outcome:
+            if trajectory.task == 2:
+                return Outcome.STORED
+            raise Fenced(f"lease 1 of task {trajectory.task} is over: the task was leased again (lease 2)")
+
+    async def resend() -> None:
+        async with asyncio.TaskGroup() as group:
+            await Outbox("w", Client(), spool, Notifier(asyncio.Future())).resend(group)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(resend())
+    (told,) = caplog.messages
+    assert told == "worker w: 2 answers came too late: meanwhile, the task was given to another worker or has ended"
+    assert spool.left() == []
 
 
 @pytest.mark.full

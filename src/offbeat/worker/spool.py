@@ -118,14 +118,15 @@ class Outbox:
     """Submits trajectories to the coordinator, each in its own asyncio task. The caller's task group passes errors on.
 
     With a spool, a trajectory is on disk before the first attempt to send it and until it is acknowledged or refused. A
-    refused trajectory is logged and discarded; if its task is still leased to this worker, the task is failed. The
-    client handles broken connections.
+    refused trajectory is logged and discarded; if its task is still leased to this worker, the task is failed. Those
+    that came too late are counted in one line once nothing is unsent. The client handles broken connections.
     """
 
     def __init__(self, worker: str, client: WorkerClient, spool: Spool | None, changes: Notifier):
         self.worker, self.client, self.spool, self._changes = worker, client, spool, changes
         self.unsent: dict[tuple[int, int], Unsent] = {}
         """Unsent trajectories by task and fence; the worker keeps renewing their leases."""
+        self._num_late = 0
         self._sends = nullcontext() if spool is None else asyncio.Semaphore(MAX_SENDS)
 
     def __len__(self) -> int:
@@ -172,6 +173,9 @@ class Outbox:
         async with self._sends:
             try:
                 await self.client.submit(unsent.trajectory, unsent.fence)
+            except Fenced as error:
+                log.info("worker %s: an answer came too late: %s", self.worker, error)
+                self._num_late += 1
             except REFUSALS as error:
                 log.warning("worker %s: a trajectory was refused and is discarded: %s", self.worker, error)
                 if isinstance(error, Refused):  # still leased to this worker; needs another attempt
@@ -180,7 +184,15 @@ class Outbox:
         if self.spool is not None:
             await asyncio.to_thread(self.spool.remove, unsent.key)
         del self.unsent[unsent.key]
+        self._tell_late()
         self._changes.notify()
+
+    def _tell_late(self) -> None:
+        if self._num_late and not self.unsent:
+            count = "1 answer" if self._num_late == 1 else f"{self._num_late} answers"
+            why = "meanwhile, the task was given to another worker or has ended"
+            log.warning("worker %s: %s came too late: %s", self.worker, count, why)
+            self._num_late = 0
 
     async def _fail(self, unsent: Unsent, reason: str) -> None:
         try:
