@@ -171,13 +171,15 @@ def test_a_terminal_gets_lines_a_bar_and_a_panel(monkeypatch):
         assert told in text
 
 
-def test_the_bar_is_at_the_step_of_the_line_above_it_and_forgets_an_evaluation_that_is_over(monkeypatch):
+def test_the_bar_is_at_the_step_of_the_line_above_it_and_forgets_what_is_over(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     file = Terminal()
     with open_console("rich", 10, file=file) as console:
+        console.doing("answers 136/256")
         console.step(ROW)
         assert "step 3/10" in file.getvalue()
+        assert "answers 136/256" not in file.getvalue().rpartition("step 3/10")[2]
         console.doing("held-out 0/15")
         before = len(file.getvalue())
         console.step(EVALUATION)

@@ -376,10 +376,9 @@ class TerminalConsole(Console):
         self.bar = self.progress.add_task("train", total=num_steps, completed=first_step, doing="")
 
     def step(self, row: Row) -> None:
-        if row.get("reward") is not None:  # refreshed at once, because the line is printed above the bar as last drawn
-            self.progress.update(self.bar, completed=row.get("step", 0), refresh=True)
-        if held_out(row) is not None:
-            self.progress.update(self.bar, doing="", refresh=True)  # it may say how far this evaluation is
+        # What it was doing is over. Refreshed at once, because the line is printed above the bar as last drawn.
+        step = {"completed": row.get("step", 0)} if row.get("reward") is not None else {}
+        self.progress.update(self.bar, doing="", refresh=True, **step)
         if not self.due(row):
             return
         if self.num_lines % LINES_PER_HEADER == 0:

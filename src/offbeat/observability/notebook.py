@@ -17,7 +17,6 @@ from offbeat.observability.console import (
     columns,
     duration,
     header,
-    held_out,
     line,
 )
 from offbeat.observability.plot import draw_rewards
@@ -73,8 +72,7 @@ class NotebookConsole(Console):
 
     def step(self, row: Row) -> None:
         self.rows.append({key: row[key] for key in row if "/" not in key})
-        if held_out(row) is not None:
-            self.status = ""  # it may say how far this evaluation is
+        self.status = ""  # what it was doing is over
         self._update()
 
     def doing(self, text: str) -> None:
