@@ -309,7 +309,7 @@ def test_worker_processes_get_functions_and_rows_callbacks_and_a_stop(tmp_path):
     )
     run.wait(240)
     assert steps[:2] == [1, 2]
-    assert (run.summary["finished"], run.summary["steps"]) == (False, steps[-1])
+    assert (run.summary["stopped_by"], run.summary["steps"]) == ("callback note", steps[-1])
     assert {"part/right", "part/brief"} <= run.metrics[-1].keys()
     assert (run.path / "tasks" / "rows.jsonl").is_file()
     assert {event["event"] for event in read_events(run.path / "events.jsonl")} >= {"serve", "checkpoint", "end"}

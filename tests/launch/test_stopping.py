@@ -1,4 +1,5 @@
 import asyncio
+import os
 import signal
 import threading
 from contextvars import ContextVar
@@ -170,3 +171,20 @@ def test_a_run_sees_the_context_of_its_caller(around):
         assert around(lambda: stopping.run(look())) == "hello"
     finally:
         said.reset(token)
+
+
+@pytest.mark.parametrize("written, why", [(b"stop()", "stop()"), (b"", None)], ids=["asked", "parent ended"])
+def test_a_parent_process_asks_to_stop_for_a_reason_of_its_own(monkeypatch, written, why):
+    reads, writes = os.pipe()
+    monkeypatch.setenv(stopping.REASONS, str(reads))
+
+    async def run() -> str | None:
+        asked = Stopping()
+        with asked.asked_by_parent():
+            os.write(writes, written)
+            os.close(writes)
+            await asyncio.sleep(0.05)
+        return asked.why
+
+    assert asyncio.run(run()) == why
+    os.close(reads)

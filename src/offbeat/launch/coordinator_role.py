@@ -63,6 +63,7 @@ async def serve(folder: RunFolder, command: str = "serve") -> dict[str, Any]:
         )
         stopping = Stopping(runtime.reporter.stopping)
         stack.enter_context(stopping.listening())
+        stack.enter_context(stopping.asked_by_parent())
         await runtime.coordinator.start(keep_leases=True)
         saved = folder.last_event("checkpoint")
         # A finished trainer may have reported its last checkpoint to an earlier process.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import os
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -21,6 +22,9 @@ T = TypeVar("T")
 Handler = Callable[[signal.Signals], object]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+REASONS = "OFFBEAT_REASONS"
+"""Environment variable with the number of a pipe's descriptor. A parent process writes to this pipe to stop a run for a
+reason that is not a signal, such as a program's own request."""
 WAKE_EVERY_S = 1.0
 """Longest wait of the main thread at a time. Python calls the handler of a signal that comes just before the thread
 blocks only when the thread wakes."""
@@ -113,6 +117,27 @@ class Stopping:
 
         with nullcontext() if button is None else button.connected(ask), self._signals(loop, thread_run):
             yield
+
+    @contextmanager
+    def asked_by_parent(self) -> Iterator[None]:
+        """Within the block, a reason that the parent process writes to the pipe `REASONS` requests a stop."""
+        number = os.environ.pop(REASONS, None)
+        if number is None:
+            yield
+            return
+        loop, descriptor = asyncio.get_running_loop(), int(number)
+
+        def read() -> None:
+            loop.remove_reader(descriptor)  # once the parent has ended, the pipe would be readable for ever
+            if why := os.read(descriptor, 1000).decode():
+                self.request(why)
+
+        os.set_inheritable(descriptor, False)  # not inherited by children of this process
+        loop.add_reader(descriptor, read)
+        try:
+            yield
+        finally:
+            loop.remove_reader(descriptor)
 
     @contextmanager
     def _signals(self, loop: asyncio.AbstractEventLoop, thread_run: _ThreadRun[Any] | None) -> Iterator[None]:

@@ -31,7 +31,7 @@ from offbeat.launch import parent_watch
 from offbeat.launch.given import Given, handed_over
 from offbeat.launch.joining import READY, new_token
 from offbeat.launch.run_folder import CONFIG, LEDGER, METRICS, SUMMARY, RunFolder, has_begun
-from offbeat.launch.stopping import Stopping
+from offbeat.launch.stopping import REASONS, Stopping
 from offbeat.observability.sinks import send
 from offbeat.rules.restarts import Restarts, RestartVerdict
 
@@ -121,14 +121,15 @@ class Supervisor:
         self._handed_over: dict[str, str] = {}
         self._is_finished = False
         self._read, self._write = os.pipe()
+        self._reasons_out, self._reasons_in = os.pipe()
         self._environment = {**os.environ, **_threads(config)}
 
     async def run_to_end(self) -> dict[str, Any]:
         stopping = Stopping()
         with ExitStack() as stack:
             stack.enter_context(stopping.listening(self.given.stop))
-            stack.callback(os.close, self._write)
-            stack.callback(os.close, self._read)
+            for descriptor in (self._read, self._write, self._reasons_out, self._reasons_in):
+                stack.callback(os.close, descriptor)
             self._handed_over = stack.enter_context(handed_over(self.given))
             for sink in self.given.sinks:
                 stack.callback(sink.close)
@@ -192,8 +193,10 @@ class Supervisor:
         if self.trainer.process is not None:
             await self.trainer.process.wait()
         self.coordinator.keeps_going = False
-        is_signal = stopping.why in signal.Signals.__members__
-        self.coordinator.send(signal.Signals[stopping.why] if is_signal else signal.SIGTERM)
+        if stopping.why in signal.Signals.__members__:
+            self.coordinator.send(signal.Signals[stopping.why])
+        else:
+            os.write(self._reasons_in, stopping.why.encode())
 
     async def _keep(self, child: Child) -> None:
         """Starts a child if need be, and restarts it until it ends without an error; raises if it dies too often."""
@@ -226,7 +229,8 @@ class Supervisor:
         try:
             child = self.coordinator
             child.restarts.started()
-            child.process = await self._spawn(arguments, None, {READY: str(write), **self._handed_over}, (write,))
+            more = {READY: str(write), REASONS: str(self._reasons_out), **self._handed_over}
+            child.process = await self._spawn(arguments, None, more, (write, self._reasons_out))
         finally:
             os.close(write)
         if self.url:

@@ -167,7 +167,7 @@ class Database:
         if found:
             raise UserError(
                 f"ledger {self.path} is damaged ({' '.join(found[0].split())}); restore it from a backup, then "
-                "--resume the run (offbeat ledger verify lists the damage)"
+                "resume the run (offbeat ledger verify lists the damage)"
             )
 
 

@@ -89,7 +89,7 @@ class Checkpoints:
         reason = " ".join(str(error).split())
         return (
             f"cannot write the checkpoint of step {step} to {self.folder}: {reason}; {kept}; {remedy(error)}, then "
-            "--resume the run"
+            "resume the run"
         )
 
     def identity(self) -> str:
