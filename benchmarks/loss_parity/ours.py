@@ -79,7 +79,7 @@ def outcomes(loss: Mapping[str, Any], answers: Sequence[Answer], updates: Sequen
     config = Config.model_validate(
         {
             "loss": dict(loss),
-            "rollout": {"max_prompt_tokens": 1, "max_new_tokens": MAX_NEW_TOKENS},
+            "rollout": {"engine": "embedded", "max_prompt_tokens": 1, "max_new_tokens": MAX_NEW_TOKENS},
             "batch": {"updates_per_step": len(updates), "tokens_per_microbatch": 64},
         }
     )

@@ -34,7 +34,7 @@ CHECKPOINT_BYTES = 3 * WEIGHTS_BYTES
 FULL_BYTES = 2 * WEIGHTS_BYTES + 2 * CHECKPOINT_BYTES - WEIGHTS_BYTES
 """Room for one checkpoint and for a version being written beside two others, but not for a second checkpoint."""
 LEDGER_IS_FULL = (
-    r"offbeat: ledger runs/a/ledger\.sqlite: database or disk is full; free space on its disk, then --resume .*\n"
+    r"offbeat: ledger runs/a/ledger\.sqlite: database or disk is full; free space on its disk, then resume .*\n"
 )
 QUICK = (
     *("--batch.groups-per-step=2", "--batch.group-size=2", "--rollout.slots=4", "--rollout.max-new-tokens=8"),
@@ -214,9 +214,7 @@ def test_a_version_that_does_not_fit_is_told_and_leaves_nothing_behind(tmp_path)
 def test_a_ledger_that_cannot_grow_says_so_and_is_as_it_was_before(tmp_path):
     version = Version(0, 0, None, "digest", Path("x" * 100_000))
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
-        told = (
-            r"ledger\.sqlite: .*; (free space on its disk|check that its disk works and has free space), then --resume"
-        )
+        told = r"ledger\.sqlite: .*; (free space on its disk|check that its disk works and has free space), then resume"
         with no_file_over(50_000), pytest.raises(LedgerError, match=told), ledger.naming_damage():
             ledger.publish(version)
         assert ledger.latest_version() is None

@@ -196,7 +196,7 @@ def test_damaged_pages_of_the_ledger_are_noticed_before_anything_is_written(tmp_
     data[middle : middle + 4096] = bytes(4096)
     file.write_bytes(data)
     left = contents(tmp_path)
-    with pytest.raises(UserError, match=r"ledger\.sqlite is damaged \(.*\); restore it from a backup, then --resume"):
+    with pytest.raises(UserError, match=r"ledger\.sqlite is damaged \(.*\); restore it from a backup, then resume"):
         RunFolder.open(tmp_path / "a")
     assert contents(tmp_path) == left
 

@@ -41,7 +41,9 @@ def test_cutting_keeps_exactly_the_whole_lines(tmp_path_factory, parts, tail_byt
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_full_disk_is_one_clear_line():
     file = Appender(Path("/dev/full"))
-    with pytest.raises(OffbeatError, match=r"^/dev/full: cannot be written: No space left on device; .*then resume the run"):
+    with pytest.raises(
+        OffbeatError, match=r"^/dev/full: cannot be written: No space left on device; .*then resume the run"
+    ):
         file.line("one")
     with pytest.raises(OffbeatError):
         file.close()
