@@ -186,10 +186,10 @@ def _process(command: Sequence[str], environment: Mapping[str, str], log: Path) 
     try:
         yield process
     finally:
-        _end(process)
+        end_group(process)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def end_group(process: subprocess.Popen[str]) -> None:
     """Asks all processes of a group to end and kills those that do not, until none is left that can be killed."""
     with suppress(ProcessLookupError, subprocess.TimeoutExpired):
         os.killpg(process.pid, signal.SIGTERM)

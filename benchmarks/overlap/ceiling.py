@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.runs import python_path
-from benchmarks.engines.processes import Settings, last_lines
+from benchmarks.engines.processes import Settings, end_group, last_lines
 from offbeat.config import load
 from offbeat.engines.process import commands
 from offbeat.errors import OffbeatError
@@ -101,12 +102,11 @@ def measure_ceiling(
             )
     finally:
         counters[STOP] = 1
-        try:
-            status = generating.wait(END_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            generating.kill()
-            status = generating.wait()
-    if training.returncode or status:
+        with suppress(subprocess.TimeoutExpired):  # it may still be starting
+            generating.wait(END_WITHIN_S)
+        status = generating.poll()
+        end_group(generating)
+    if training.returncode or status != 0:
         which = "training" if training.returncode else "generation"
         raise OffbeatError(f"canned {which} broke:\n{last_lines(folder / f'{which}.log')}")
     found: dict[str, Any] = json.loads((folder / "result.json").read_text())
@@ -126,4 +126,6 @@ def _generator(file: str, words: Sequence[str], spec: Path, folder: Path) -> dic
         "env": {**commands.suited(config, environment, settings.machine), "OFFBEAT_CANNED": str(spec)},
         "stdout": log,
         "stderr": log,
+        "text": True,
+        "start_new_session": True,
     }
