@@ -71,7 +71,7 @@ def test_few_graphs_do_for_many_steps():
     assert graphs.num_runs > 5 * len(graphs.first)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     num_slots=st.integers(1, 9),
     lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 25)), min_size=1, max_size=20),
@@ -94,7 +94,7 @@ def uninterrupted() -> dict[str, tuple[list[int], list[float]]]:
     return {name: response(generation) for name, generation in run(new_stepper(16), *EXACT_REQUESTS).items()}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(num_slots=st.integers(2, 24), plan=PLANS)
 def test_interrupted_requests_are_carried_on_with_the_same_tokens(num_slots, plan):
     got = run_interrupted(graphed(num_slots)[0], plan)
