@@ -64,7 +64,7 @@ def test_an_export_without_a_folder_does_not_take_the_runs_name_for_one(elsewher
 @pytest.mark.full
 def test_a_run_of_a_file_and_a_reward_goes_on_from_another_folder(tmp_path):
     project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
-    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(20)]
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]
     task = ("--task.source=file", "--task.path=rows.jsonl", "--task.reward=reward.py:right", "--task.held_out=0.2")
     for folder in (project, elsewhere):
         folder.mkdir()

@@ -147,7 +147,8 @@ async def test_one_that_is_killed_later_is_noticed_and_what_it_started_is_killed
 
 @pytest.mark.full
 def test_killing_the_owner_ends_the_server_and_all_that_it_started(tmp_path):
-    paths = os.pathsep.join([str(Path(__file__).parent), str(HERE), os.environ.get("PYTHONPATH", "")])
+    project = str(Path(__file__).parents[2])  # for the benchmarks' own server
+    paths = os.pathsep.join([str(Path(__file__).parent), str(HERE), project, os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, str(HERE / "server_owner.py"), str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths}) as owner:
         assert owner.stdout.readline().startswith(b"unix:/")
