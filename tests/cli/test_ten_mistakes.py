@@ -14,7 +14,7 @@ from real_command import Command, command_in
 
 from offbeat.model.loading import TINY_FOLDER
 
-ROWS = [{"question": f"{n}+{n}=", "answer": 2 * n} for n in range(1, 21)]
+ROWS = [{"question": f"{n}+{n}=", "answer": 2 * n} for n in range(1, 401)]
 REWARDS = """
 def reward(response, answer):
     return float(response.strip() == answer)
@@ -95,7 +95,7 @@ def test_4_a_prompt_that_is_too_long(user):
     with (user.folder / "problems.jsonl").open("a") as file:
         file.write(json.dumps({"question": "1+" * 40 + "1=", "answer": 41}) + "\n")
     assert refusal(user) == (
-        "problems.jsonl:21: its prompt has 82 tokens, over rollout.max_prompt_tokens = 64; 1 of 21 rows is too long; "
+        "problems.jsonl:401: its prompt has 82 tokens, over rollout.max_prompt_tokens = 64; 1 of 401 rows is too long; "
         'raise this limit to 82 or more, or set rollout.long_prompts = "skip" or "cut"'
     )
 
