@@ -71,7 +71,7 @@ def test_a_misspelt_reward_of_a_supervised_run(offbeat):
 def test_an_engine_that_is_not_installed(offbeat):
     told = refused(offbeat, "train", *QUICK, "--rollout.workers=1", "--rollout.engine=sglang")
     assert told.startswith('rollout.engine = "sglang": ')
-    assert "has no package sglang; install it there, or name the Python" in told
+    assert "has no package sglang; install it there, name the Python" in told
 
 
 def test_weights_that_were_cut_off(offbeat):
