@@ -46,7 +46,7 @@ say = partial(report.say, "overlap")
 
 @dataclass(frozen=True)
 class Work:
-    """What all ways do."""
+    """Sizes, model and problems of a run, the same for every way."""
 
     model: str
     rows: Path

@@ -72,7 +72,7 @@ say = partial(report.say, "reward_over_seconds")
 
 @dataclass(frozen=True)
 class Task:
-    """What all systems train; it lies in the folder of all runs."""
+    """Sizes of a run, the same for every system; stored beside the runs."""
 
     num_steps: int
     every: int

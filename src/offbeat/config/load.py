@@ -32,7 +32,7 @@ OTHER_KINDS = {
     **dict.fromkeys((".jsonl", ".ndjson", ".parquet"), DATA),
     ".py": 'is Python, not a configuration; name its function in a configuration: [[task]] reward = "PATH:NAME"',
 }
-"""What to do with a file that is no configuration, by its suffix."""
+"""Remedies for a file that is not a configuration, by its suffix."""
 TOML_PLACE = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
 
 
