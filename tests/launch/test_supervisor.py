@@ -1,4 +1,4 @@
-"""What a supervisor tells of the processes that it keeps running."""
+"""Lines that the supervisor prints about the processes that it keeps running."""
 
 from __future__ import annotations
 
