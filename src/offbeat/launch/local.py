@@ -87,8 +87,7 @@ async def _run(folder: RunFolder, given: Given, *, from_scratch: bool) -> dict[s
             await check_device(config.model.device)
         checked = await stack.enter_async_context(checking(config, given, folder.path))
         checked.announce(folder)
-        kind = "paced" if config.rollout.engine == "paced" else "embedded"
-        what = f"run {folder.path}: {config.model.path}, engine {kind}"
+        what = f"run {folder.path}: {config.model.path}, engine {config.rollout.engine}"
         with loading(what, is_quiet=is_quiet) as stage, interruptible():
             stage("importing torch")
             with collecting_later():
