@@ -39,7 +39,7 @@ class FirstTimes:
         return first()
 
     def frozen(self, key: Hashable) -> list[int]:
-        """Returns what a graph fixes: the places of lasting tensors and, for a step, the kinds of kernels that it needs."""
+        """Returns what a graph fixes: where the lasting tensors lie and, for a step, which kernels it needs."""
         stepper, rows, kv = self.stepper, self.stepper.rows, self.stepper.kv
         held = (rows.tokens, rows.logprobs, rows.mask, rows.ints, rows.floats, *kv.keys, *kv.values)
         needs = (stepper.any_greedy, stepper.any_filtered, stepper.any_stops) if key[0] == "step" else ()
