@@ -3,8 +3,8 @@
     PYTHONPATH=src python examples/partial_vllm.py MODEL [STEPS]
 
 Each step wants `P` groups of `N` answers. More are begun than wanted; when `P` groups are whole the rest is aborted and
-carried on with the next weights: its tokens are at most `S` steps old when they are trained. How many more is chosen as
-the loop goes on, from the lengths and the step times that it sees. `train` stands for your trainer.
+carried on with the next weights: its tokens are at most `S` steps old when they are trained. `S` + 1 times as many are
+begun, unless rounds with none to spare turn out to be as fast. `train` stands for your trainer.
 """
 
 import sys
@@ -13,16 +13,12 @@ import time
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.platforms import current_platform
 
-from offbeat.rules.event_model import EventModelConfig, Survivor
 from offbeat.rules.groups import Candidate, VersionRun, select
-from offbeat.rules.length_model import LengthEstimator
 from offbeat.rules.over_provision import OverProvision
-from offbeat.rules.step_time import StepTimeFit, Timing
 
-P, N, S, MAX_TOKENS, SLICE = 4, 4, 2, 160, 4
+P, N, S, MAX_TOKENS = 4, 4, 2, 160
 PROMPT = list(b"23*24=")  # as tokens; here one and the same for all groups
-lengths, fit = LengthEstimator(MAX_TOKENS), StepTimeFit()
-control = OverProvision(EventModelConfig(P, N, S, prompt_tokens=len(PROMPT)), lengths, fit)
+factor = OverProvision(S)
 
 
 class Answer:
@@ -46,28 +42,18 @@ def play(engine: LLMEngine, groups: dict[int, list[Answer]], step: int) -> list[
     """Generates until a batch is whole, and returns its groups."""
     alive = {f"{a.group}-{a.member}-{step}": a for group in groups.values() for a in group if not a.ended}
     begun = {key: len(a.tokens) for key, a in alive.items()}
-    prefilled = sum(len(PROMPT) + num for num in begun.values())
     for key, a in alive.items():
         engine.add_request(key, {"prompt_token_ids": PROMPT + a.tokens}, a.params())
     while not (taken := select(map(candidate, groups.values()), step, P, S, in_order=False).take):
-        start_s, steps, rows, context = time.perf_counter(), 0, 0, 0
-        while alive and steps < SLICE:  # that one timing tells of
-            steps += 1
-            rows += len(alive)
-            context += sum(len(PROMPT) + len(a.tokens) for a in alive.values())
-            for out in engine.step():
-                a, new = alive[out.request_id], out.outputs[0]
-                fresh = slice(len(a.tokens) - begun[out.request_id], None)
-                a.logprobs += [p[t].logprob for p, t in zip(new.logprobs[fresh], new.token_ids[fresh], strict=True)]
-                a.steps += [step] * len(new.token_ids[fresh])
-                a.tokens += new.token_ids[fresh]
-                lengths.running((a.group, a.member), len(a.tokens), a.group)
-                if out.finished:
-                    a.ended = True
-                    lengths.finished((a.group, a.member), len(a.tokens), a.group)
-                    del alive[out.request_id]
-        fit.observe(Timing(steps, rows, context, prefilled, time.perf_counter() - start_s))
-        prefilled = 0
+        for out in engine.step():
+            a, new = alive[out.request_id], out.outputs[0]
+            fresh = slice(len(a.tokens) - begun[out.request_id], None)
+            a.logprobs += [p[t].logprob for p, t in zip(new.logprobs[fresh], new.token_ids[fresh], strict=True)]
+            a.steps += [step] * len(new.token_ids[fresh])
+            a.tokens += new.token_ids[fresh]
+            if out.finished:
+                a.ended = True
+                del alive[out.request_id]
     engine.abort_request(list(alive))
     return list(taken)
 
@@ -88,12 +74,8 @@ def main(model: str, num_steps: int) -> None:
     groups: dict[int, list[Answer]] = {}
     num_begun = 0
     for step in range(num_steps):
-        survivors = [
-            Survivor(step - (candidate(g).first_step or 0), tuple(len(a.tokens) for a in g), tuple(a.ended for a in g))
-            for g in groups.values()
-        ]
-        decision, start_s = control.decide(survivors), time.perf_counter()
-        while len(groups) < round(decision.factor * P):
+        start_s, r = time.perf_counter(), factor.factor
+        while len(groups) < round(r * P):
             groups[num_begun] = [Answer(num_begun, member) for member in range(N)]
             num_begun += 1
         before = sum(len(a.tokens) for g in groups.values() for a in g)
@@ -101,10 +83,9 @@ def main(model: str, num_steps: int) -> None:
         generated = sum(len(a.tokens) for g in groups.values() for a in g) - before
         batch = [groups.pop(number) for number in taken]
         train(batch, step, engine)
-        lengths.advance()
-        control.outcome(generated, time.perf_counter() - start_s)
+        factor.outcome(generated, time.perf_counter() - start_s)
         oldest = step - min(s for g in batch for a in g for s in a.steps)
-        print(f"step {step}: r = {decision.factor:.2f} ({decision.reason}), oldest token {oldest}, {len(groups)} go on")
+        print(f"step {step}: r = {r:g}, oldest token {oldest}, {len(groups)} go on")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,6 @@ KNOWS: dict[str, set[str]] = {
     "rewards": {"config", "trajectory", "data"},
     "client": {
         "trajectory",
-        "rules.step_time",
         "ledger.errors",
         "ledger.records",
         "ledger.workers",
@@ -61,12 +60,11 @@ KNOWS: dict[str, set[str]] = {
         *WEIGHTS,
     },
     "coordinator": {"config", "trajectory", "rules", "ledger", "data", "rewards", "client", *WEIGHTS},
-    "worker": {"trajectory", "rules.step_time", "weights", "engines.protocol", "client.protocol", "ledger.errors"},
+    "worker": {"trajectory", "weights", "engines.protocol", "client.protocol", "ledger.errors"},
     "engines": {
         "config",
         "trajectory",
         "rules.engine_health",
-        "rules.padding_split",
         "rules.restarts",
         "model",
         "weights",

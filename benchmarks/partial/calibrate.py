@@ -14,10 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.partial.engines import READ_BUCKET_TOKENS, padded_tokens
+from benchmarks.partial.engines import READ_BUCKET_TOKENS, StepTime, padded_tokens
 from benchmarks.partial.real import VOCAB_SIZE, Stepper
 from offbeat.engines.protocol import KvMode, Request
-from offbeat.rules.step_time import StepTime
 from offbeat.trajectory import Sampling
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)

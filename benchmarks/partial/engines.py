@@ -19,11 +19,26 @@ import numpy as np
 
 from benchmarks.partial.laws import PROMPT_TOKENS, Lengths
 from benchmarks.partial.samples import Sample
-from offbeat.rules.padding_split import num_long_rows
-from offbeat.rules.step_time import StepTime
+from offbeat.engines.embedded.attention import num_long_rows
 
 READ_BUCKET_TOKENS, PREFILL_TOKENS = 16, 4096
 """Bucket size and prefill size of the embedded engine, which its model must count in the same way."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of an engine's work: `base_s` per decode step, `per_row_s` per row (running answer) in the decode step,
+    `per_token_s` per token of context that its rows read, and `prefill_s` per prefilled token."""
+
+    base_s: float
+    per_row_s: float
+    per_token_s: float
+    prefill_s: float
+
+    def seconds(self, counts: Counts) -> float:
+        decode_s = self.base_s * counts.num_steps + self.per_row_s * counts.num_rows
+        context_s = self.per_token_s * counts.num_context_tokens
+        return decode_s + context_s + self.prefill_s * counts.num_prefilled_tokens
 
 
 @dataclass
@@ -152,7 +167,7 @@ class Engine(ABC):
         now = self.counts.num_steps
         samples = list(self._running)
         contexts = np.array([sample.num_context_tokens + now - self._running[sample] for sample in samples])
-        self._num_far = int(num_long_rows(contexts))
+        self._num_far = num_long_rows(contexts.tolist())
         order = np.argsort(-contexts, kind="stable").tolist()
         entries = [(now - int(contexts[index]), index, samples[index]) for index in order]
         self._far, self._near = entries[: self._num_far], entries[self._num_far :]  # sorted lists are heaps
@@ -193,10 +208,7 @@ class VirtualEngine(Engine):
 
     @property
     def now_s(self) -> float:
-        counts = self.counts
-        return self._paused_s + self.model.seconds(
-            counts.num_steps, counts.num_rows, counts.num_context_tokens, counts.num_prefilled_tokens
-        )
+        return self._paused_s + self.model.seconds(self.counts)
 
     def pause(self, seconds: float, meanwhile: Callable[[], None]) -> None:
         meanwhile()

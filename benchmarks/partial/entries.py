@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.partial.laws import CAP_TOKENS, PROMPT_TOKENS
-from benchmarks.partial.play import GROUP_SIZE, GROUPS_PER_STEP, UPDATE_S
 from benchmarks.partial.policies.april import April
 from benchmarks.partial.policies.factors import Automatic, Factor, Fixed
 from benchmarks.partial.policies.ours import Admit, Gate, Kv, Order, Ours, Switches
 from benchmarks.partial.policies.policy import Policy
 from benchmarks.partial.policies.pool import Pool
 from benchmarks.partial.policies.sync import Sync
-from offbeat.rules.event_model import EventModelConfig
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class Entry:
     def policy(self) -> Policy:
         if self.curve in OURS:
             switches = OURS[self.curve]
-            factor: Factor = Automatic(setting_of(switches), CAP_TOKENS) if self.factor is None else Fixed(self.factor)
+            factor: Factor = Automatic(switches.max_staleness) if self.factor is None else Fixed(self.factor)
             return Ours(factor, switches)
         return RIVALS[self.curve](self.factor or 1.0)
 
@@ -70,17 +67,3 @@ def entries() -> list[Entry]:
     ours = [Entry(curve, factor) for curve in (STRICT, RELEASE) for factor in (*FACTORS, None)]
     parts = [Entry(curve, factor) for curve in OURS if curve not in (STRICT, RELEASE) for factor in PART_FACTORS]
     return [SYNC, *rivals, *pools, *ours, *parts]
-
-
-def setting_of(switches: Switches) -> EventModelConfig:
-    """Returns the facts about engine and schedule that the controller gets."""
-    return EventModelConfig(
-        groups_per_step=GROUPS_PER_STEP,
-        group_size=GROUP_SIZE,
-        max_staleness=switches.max_staleness,
-        prompt_tokens=PROMPT_TOKENS,
-        gate=switches.gate.value,
-        resumes=switches.kv is Kv.STALE,
-        pads=True,
-        update_s=UPDATE_S,
-    )

@@ -15,11 +15,10 @@ from typing import Any
 
 from benchmarks.partial.accounts import Figures
 from benchmarks.partial.contest import Run
-from benchmarks.partial.engines import VirtualEngine
+from benchmarks.partial.engines import StepTime, VirtualEngine
 from benchmarks.partial.laws import CAP_TOKENS, PROMPT_TOKENS, Lengths
 from benchmarks.partial.play import GROUP_SIZE, Size, play
 from benchmarks.partial.real import RealEngine, new_stepper, set_torch_up
-from offbeat.rules.step_time import StepTime
 
 NUM_SLOTS = 192
 """Number of slots; more than any policy uses at a time, because 5 steps have 160 samples."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.partial.accounts import Row, figures_of
 from benchmarks.partial.contest import best_at
-from benchmarks.partial.engines import VirtualEngine, padded_tokens
+from benchmarks.partial.engines import StepTime, VirtualEngine, padded_tokens
 from benchmarks.partial.entries import OURS, RIVALS, STRICT, Entry
 from benchmarks.partial.laws import LAWS, PROMPT_TOKENS, Law, Lengths, Mode
 from benchmarks.partial.play import Size, play
@@ -18,7 +18,6 @@ from benchmarks.partial.policies.april import April
 from benchmarks.partial.policies.sync import Sync
 from benchmarks.partial.real import RealEngine, new_stepper
 from benchmarks.partial.rollouts import Rollouts
-from offbeat.rules.step_time import StepTime
 
 MODEL = StepTime(base_s=2e-3, per_row_s=1e-4, per_token_s=2e-7, prefill_s=1e-4)
 SHORT = Law("short", (Mode(1.0, 6, 1.0),), shared=0.5, cap_tokens=40)
@@ -37,12 +36,12 @@ class Given(Lengths):
         return self.groups[number % len(self.groups)][member]
 
 
-def floor(lengths: Lengths, groups_per_step: int = 2) -> Rollouts:
-    return Rollouts(VirtualEngine(lengths, MODEL), groups_per_step, update_s=0.1)
+def floor(lengths: Lengths, groups_per_step: int = 2, model: StepTime = MODEL) -> Rollouts:
+    return Rollouts(VirtualEngine(lengths, model), groups_per_step, update_s=0.1)
 
 
-def played(entry: Entry, lengths: Lengths, num_steps: int) -> Rollouts:
-    rollouts, policy = floor(lengths, groups_per_step=4), entry.policy()
+def played(entry: Entry, lengths: Lengths, num_steps: int, model: StepTime = MODEL) -> Rollouts:
+    rollouts, policy = floor(lengths, groups_per_step=4, model=model), entry.policy()
     for _ in range(num_steps):
         policy.step(rollouts)
     return rollouts
@@ -81,11 +80,17 @@ def test_ours_never_delivers_a_token_past_its_bound_and_wastes_none(curve: str):
         assert not any(row.num_wasted for row in rollouts.rows)
 
 
-def test_a_factor_that_is_chosen_online_stays_within_the_bound_and_is_played():
-    rollouts = played(Entry(STRICT), Lengths(LAWS[0], 1, 8), num_steps=12)
-    assert rollouts.rows[0].factor == 1.0
-    assert max(row.factor for row in rollouts.rows) > 1.0
+def test_with_a_long_tail_the_rule_of_real_runs_tries_a_factor_of_one_and_returns_to_the_largest():
+    rollouts = played(Entry(STRICT), Lengths(LAWS[0], 1, 8), num_steps=60)
+    factors = [row.factor for row in rollouts.rows]
+    assert (factors[0], factors[-1], set(factors)) == (5.0, 5.0, {1.0, 5.0})
     assert max(max(row.staleness) for row in rollouts.rows) <= 4
+
+
+def test_where_prefilling_again_costs_more_than_a_fuller_engine_saves_the_rule_of_real_runs_ends_at_one():
+    slow_prefill = StepTime(base_s=2e-3, per_row_s=1e-4, per_token_s=2e-7, prefill_s=1e-3)
+    rollouts = played(Entry(f"{STRICT}, refill"), Lengths(LAWS[0], 1, 8), num_steps=60, model=slow_prefill)
+    assert rollouts.rows[-1].factor == 1.0
 
 
 @pytest.mark.parametrize("curve", ["april", STRICT, "copris"])

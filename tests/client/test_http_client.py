@@ -24,7 +24,6 @@ from offbeat.errors import DeadlineError, RunStopped, UserError
 from offbeat.ledger.errors import Conflict, Fenced, Forbidden, Refused, Unknown
 from offbeat.ledger.records import ComparedSegment, Outcome, Reconciled
 from offbeat.ledger.workers import Role, WorkerState
-from offbeat.rules.step_time import Timing
 from offbeat.trajectory import End, Segment
 from offbeat.weights.piece_store import FolderStore
 from offbeat.weights.publish import Publisher
@@ -131,20 +130,6 @@ def test_a_round_from_its_lease_to_the_next_over_the_wire(tmp_path):
                 assert again[fourth.id].prefix is None
 
         asyncio.run(scenario())
-
-
-def test_a_coordinator_hears_how_long_steps_take(tmp_path):
-    told = [Timing(10, 80, 900, 30, 0.25), Timing(1, 1, 1, 0, 0.5)]
-    with LiveRun(tmp_path / "run") as run:
-        heard = []
-        run.coordinator.timed = lambda worker, timings: heard.append((worker, timings))
-
-        async def scenario():
-            async with remote(run, run.token(), "w") as worker:
-                await worker.timed(told)
-
-        asyncio.run(scenario())
-    assert heard == [("w", told)]
 
 
 def weights(folder: Path, number: int, step: int) -> Version:

@@ -11,7 +11,6 @@ from coordinator_scenes import SOON_S, coordinator, version
 from offbeat.coordinator import coordinator as serve_coordinator
 from offbeat.coordinator.relays import WorkerSite
 from offbeat.ledger.ledger import Ledger
-from offbeat.rules.step_time import Timing
 
 GHOST = "ghost"
 """How the names begin of all who come and go here."""
@@ -40,7 +39,6 @@ async def work(made, name: str) -> None:
     """Everything that makes a coordinator take note of a worker or a judge."""
     lease = await made.lease(name, 1, 0, SOON_S)
     await made.heartbeat(name, [(task.id, task.fence) for task in lease.tasks], "life", {"bytes": 1.0})
-    made.timed(name, [Timing(10, 10, 100, 0, 1.0)])
     made.relays.sources(name, WorkerSite("here", "http://127.0.0.1:1"))
     await made.rewards.lease(f"{name} the judge", 1, 0.0)
 

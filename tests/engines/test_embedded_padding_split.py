@@ -5,20 +5,49 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_models import CONTEXT_TOKENS, ask, tiny_model, tokens
 
+from offbeat.engines.embedded import attention
+from offbeat.engines.embedded.attention import MIN_SAVED_TOKENS, exchanges, num_long_rows
 from offbeat.engines.embedded.stepper import Stepper
 from offbeat.engines.protocol import Generation, Request
-from offbeat.rules import padding_split
 
 torch.set_num_threads(1)
+LENGTHS = st.lists(st.integers(1, 600), min_size=1, max_size=60)
+
+
+def reads(lengths: list[int], num_long: int) -> int:
+    longest_first = sorted(lengths, reverse=True)
+    near = longest_first[num_long:]
+    return num_long * longest_first[0] + len(near) * max(near, default=0)
+
+
+@given(LENGTHS)
+def test_rows_are_read_in_the_two_parts_that_read_least_or_all_alike_where_that_saves_too_little(lengths):
+    best = min(reads(lengths, num_long) for num_long in range(1, len(lengths) + 1))
+    num_long, all_alike = num_long_rows(lengths), reads(lengths, len(lengths))
+    assert reads(lengths, num_long) == (best if all_alike - best >= MIN_SAVED_TOKENS else all_alike)
+
+
+@given(LENGTHS, st.data())
+def test_after_the_exchanges_no_row_behind_is_longer_than_one_of_the_long_rows(lengths, data):
+    num_long = data.draw(st.integers(1, len(lengths)))
+    pairs = exchanges(lengths, num_long)
+    placed = list(lengths)
+    for one, other in pairs:
+        assert lengths[one] > lengths[other], "an exchange that changes nothing"
+        placed[one], placed[other] = placed[other], placed[one]
+    assert min(placed[:num_long]) >= max(placed[num_long:], default=0)
+    assert sorted(placed) == sorted(lengths)
 
 
 def played(
     waves: list[list[Request]], min_saved: int, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[dict[str, Generation], int, set[int]]:
     """Answers of several lengths, of which others start in between; the tokens read, and how many parts steps had."""
-    monkeypatch.setattr(padding_split, "MIN_SAVED_TOKENS", min_saved)
+    monkeypatch.setattr(attention, "MIN_SAVED_TOKENS", min_saved)
     ended: dict[str, Generation] = {}
     num_parts = set()
     with torch.inference_mode():

@@ -9,7 +9,7 @@ from ledger_run import answer, eval_groups, handed, new_groups, reward_of, versi
 
 from offbeat.ledger.errors import LedgerError
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.records import LedgerTerms, Outcome, Scored, Surviving
+from offbeat.ledger.records import LedgerTerms, Outcome, Scored
 from offbeat.rules.leases import Lease
 from offbeat.trajectory import Reward, Task
 
@@ -152,21 +152,3 @@ def test_a_group_with_a_beginning_keeps_its_age_though_the_rest_is_given_back(ro
 def send_error(ledger: Ledger, task: Task) -> LedgerError | None:
     (outcome,) = ledger.submit([handed(answer(task, [0]), "w", task.fence)])
     return outcome if isinstance(outcome, LedgerError) else None
-
-
-def test_survivors_are_the_groups_begun_that_are_in_no_batch_with_what_each_member_has(rounds: Ledger):
-    assert rounds.survivors() == []
-    work(rounds, 0, capacity=4)
-    begun = rounds.lease("w", 4, 0)
-    rounds.score([Scored(u.task, [Reward(1.0)]) for u in rounds.unscored(100)])
-    taken = rounds.claim(0, in_order=False)
-    assert taken is not None
-    first, second, *_ = begun
-    assert first.group == second.group
-    whole, cut = answer(first, [0]), answer(second, [0], end=None)
-    rounds.submit([handed(whole, "w", first.fence), handed(cut, "w", second.fence)])
-    found = rounds.survivors()
-    assert len(found) == len({task.group for task in begun})
-    assert {group.first_step for group in found} == {0}
-    assert Surviving(0, (whole.num_tokens, cut.num_tokens), (True, False)) in found
-    assert Surviving(0, (0, 0), (False, False)) in found, "what a worker still has is under way"

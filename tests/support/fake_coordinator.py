@@ -15,7 +15,6 @@ from offbeat.client.protocol import Heartbeat, LeaseResponse
 from offbeat.errors import RunOver
 from offbeat.ledger.errors import Fenced, Refused
 from offbeat.ledger.records import Outcome
-from offbeat.rules.step_time import Timing
 from offbeat.trajectory import Sampling, Task, Trajectory
 from offbeat.weights.version import Version, verify
 
@@ -169,9 +168,6 @@ class Desk:
     async def round_over(self, number: int, wait_s: float) -> bool:
         self._note("round_over", number)
         return await self._wait(lambda: True if self.round != number else None, wait_s) is True
-
-    async def timed(self, timings: Sequence[Timing]) -> None:
-        self._note("timed", tuple(timings))
 
     async def newer(self, have_version: int | None, wait_s: float) -> Version | None:
         def find() -> Version | bool | None:

@@ -58,27 +58,6 @@ def test_what_has_no_token_when_a_round_is_over_is_given_back_and_nobody_is_blam
     assert desk.failures == {}
 
 
-def test_in_rounds_the_coordinator_hears_how_long_steps_take_and_otherwise_not(versions):
-    async def script(desk: Desk) -> None:
-        desk.begin_round(versions[1])
-        desk.add(a_task(1, 60), a_task(2, 20))
-        async with at_work(Worker("w", open_engine(), desk)):
-            await desk.until(lambda: len(desk.done) == 2)
-            await desk.until(lambda: desk.names("timed"))
-
-    async def without_rounds(desk: Desk) -> None:
-        desk.publish(versions[1])
-        desk.add(a_task(1, 60))
-        async with at_work(Worker("w", open_engine(), desk)):
-            await desk.until(lambda: 1 in desk.done)
-            await asyncio.sleep(20)
-
-    told = [timing for timings in scene(script).names("timed") for timing in timings]
-    assert sum(timing.num_rows for timing in told) <= 80
-    assert all(timing.num_steps > 0 and timing.seconds > 0 for timing in told)
-    assert scene(without_rounds).names("timed") == []
-
-
 def test_evaluation_goes_on_when_a_round_is_over(versions):
     async def script(desk: Desk) -> None:
         desk.begin_round(versions[1])

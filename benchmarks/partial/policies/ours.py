@@ -82,7 +82,6 @@ class Ours:
             ended = rollouts.engine.step()
             assert ended, "nothing runs, and the step has too little"
             self._num_ready += len({unit for unit in map(self._unit_of, ended) if unit.is_done})
-            self.factor.watch(rollouts.engine)
             taken = self._batch(rollouts)
             if not taken:
                 self._refill(rollouts)
@@ -90,7 +89,7 @@ class Ours:
         self.units = [unit for unit in self.units if unit not in taken]
         self._num_ready -= len(taken)
         self._release_kv(rollouts)
-        rollouts.update(meanwhile=lambda: self.factor.think(rollouts, self._groups()))
+        rollouts.update(meanwhile=lambda: self.factor.ended(rollouts))
 
     def _num_wanted(self, rollouts: Rollouts) -> int:
         return rollouts.groups_per_step * self._units_per_group(rollouts)
@@ -100,9 +99,6 @@ class Ours:
 
     def _unit_of(self, sample: Sample) -> Group | Sample:
         return sample.group if self.switches.gate is Gate.STRICT else sample
-
-    def _groups(self) -> list[Group]:
-        return list(dict.fromkeys(unit if isinstance(unit, Group) else unit.group for unit in self.units))
 
     def _batch(self, rollouts: Rollouts) -> set[Group | Sample]:
         """Returns the units that the step trains on, chosen as in real runs; empty while the batch is incomplete."""

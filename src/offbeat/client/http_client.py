@@ -11,7 +11,7 @@ import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +25,6 @@ from offbeat.ledger.errors import Forbidden, LedgerError
 from offbeat.ledger.records import Batch, ComparedSegment, Outcome, Reconciled
 from offbeat.ledger.workers import new_secret, secret_hash
 from offbeat.rewards.pool import RewardResult
-from offbeat.rules.step_time import Timing
 from offbeat.trajectory import Trajectory
 from offbeat.weights.piece_store import PieceStore
 from offbeat.weights.version import Version, verify
@@ -129,10 +128,6 @@ class RemoteWorker:
             return await self._connection.call("/v1/round-over", call, wire.RoundOver, wait_s=poll_s)
 
         return (await _poll(poll, lambda found: found.is_over, wait_s)).is_over
-
-    async def timed(self, timings: Sequence[Timing]) -> None:
-        latest = [astuple(timing) for timing in timings[-wire.MAX_TIMINGS :]]
-        await self._connection.post("/v1/timings", wire.TimingsCall(timings=latest))
 
     async def newer(self, have_version: int | None, wait_s: float) -> Version | None:
         async def poll(poll_s: float) -> wire.Newer:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.client.protocol import Heartbeat, LeaseResponse
 from offbeat.ledger.records import Arrival, Batch, ComparedSegment, Outcome, Reconciled
-from offbeat.rules.step_time import Timing
 from offbeat.trajectory import Trajectory
 from offbeat.weights.version import Version, verify
 
@@ -40,9 +39,6 @@ class InProcessWorker:
 
     async def round_over(self, number: int, wait_s: float) -> bool:
         return await self._coordinator.rounds.is_over(number, wait_s)
-
-    async def timed(self, timings: Sequence[Timing]) -> None:
-        self._coordinator.timed(self._name, timings)
 
     async def newer(self, have_version: int | None, wait_s: float) -> Version | None:
         return await self._coordinator.newer(have_version, wait_s)

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 from offbeat.ledger.records import Batch, ComparedSegment, Outcome, Reconciled
 from offbeat.rewards.pool import RewardInput, RewardResult
-from offbeat.rules.step_time import Timing
 from offbeat.trajectory import Task, Trajectory
 from offbeat.weights.version import Version
 
@@ -94,10 +93,6 @@ class WorkerClient(Protocol):
     async def round_over(self, number: int, wait_s: float) -> bool:
         """Waits up to `wait_s` seconds for the end of the round that version `number` began; returns whether it is
         over."""
-        ...
-
-    async def timed(self, timings: Sequence[Timing]) -> None:
-        """Reports how long recent decode steps of the engine took, and the work in them."""
         ...
 
     async def newer(self, have_version: int | None, wait_s: float) -> Version | None:

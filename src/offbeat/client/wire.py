@@ -97,7 +97,6 @@ MSGPACK = "application/msgpack"
 OCTETS = "application/octet-stream"
 MAX_SEGMENTS = 2048
 """Largest number of segments (runs of tokens of one origin) in a trajectory, because checking them takes time."""
-MAX_TIMINGS = 256
 """Largest number of measured intervals of decode steps in one call."""
 MAX_HELD = 100_000
 """Largest number of tasks that one call can name."""
@@ -163,11 +162,6 @@ class GiveBackCall(WireCall):
 class RoundOverCall(WireCall):
     number: Count
     wait_s: Seconds
-
-
-class TimingsCall(WireCall):
-    timings: Annotated[list[tuple[Count, Count, Count, Count, Seconds]], Meta(max_length=MAX_TIMINGS)]
-    """Measured intervals, each as the fields of `offbeat.rules.step_time.Timing` in the order of that class."""
 
 
 class NewerCall(WireCall):

@@ -593,8 +593,9 @@ class ScheduleConfig(Section):
     max_staleness: int | None = Field(None, ge=0, le=64)
     """Steps that a token may be older than the weights it trains. Without it, 0 for alternate and 4 for overlap."""
     over_provision: Annotated[float, Field(ge=1)] | Literal["auto"] | None = free(None)
-    """Groups in flight, as a multiple of groups per step. At most max_staleness + 1. auto: chosen from measurements.
-    Without it, auto where max_staleness is 1 or more, otherwise 1."""
+    """Groups in flight, as a multiple of groups per step. At most max_staleness + 1. auto: as many as that in rounds,
+    unless measured rounds with 1 are as fast; with overlap, as many as keep the trainer busy. Without it, auto where
+    max_staleness is 1 or more, otherwise 1."""
     new_version: Literal["interrupt", "finish"] = free("interrupt")
     """Effect of new weights on running answers (overlap). interrupt: answers continue with the new weights at once.
     finish: answers end with the old weights, and the worker starts no others before it has loaded the new weights. Slow
@@ -614,7 +615,7 @@ class ScheduleConfig(Section):
 
     @property
     def factor(self) -> float | Literal["auto"]:
-        """Groups in flight, divided by groups per step; "auto": chosen from measurements."""
+        """Groups in flight, divided by groups per step."""
         if self.bound == 0:
             return 1.0
         return "auto" if self.over_provision is None else self.over_provision

@@ -4,32 +4,27 @@ The next draw depends only on the ledger's cursor (position in the data), so a r
 problem. A prompt that cannot be used, for example because it is too long, is left out; the others keep their order.
 
 The over-provision factor is the ratio of groups in flight (drawn, but not yet trained or dropped) to groups that a step
-trains. If it is configured as "auto", it is chosen at every published version. If generation overlaps with training,
-`Overlapped` chooses it; if generation stops once a batch is complete (rounds), `OverProvisionController` does. The
-factor is not stored, so a restart chooses it afresh.
+trains. If it is configured as "auto", it may change at every published version. If generation overlaps with training,
+`Overlapped` chooses it; if generation stops once a batch is complete (rounds), `InRounds` does. The factor is not
+stored, so a restart chooses it afresh.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from statistics import median
 from typing import Any, Literal
 
 from offbeat.data.mixture import Mixture, WeightedSource
 from offbeat.data.prompts import BadPrompt, Problem, Renderer
 from offbeat.errors import RunStopped
 from offbeat.ledger.ledger import Ledger
-from offbeat.ledger.records import Cursor, DrawCursor, NewGroup, Purpose, Surviving, derive_seed
-from offbeat.rules.event_model import EventModelConfig, Survivor
+from offbeat.ledger.records import Cursor, DrawCursor, NewGroup, Purpose, derive_seed
 from offbeat.rules.groups import AdmissionTarget, admit
-from offbeat.rules.length_model import LengthEstimator
 from offbeat.rules.over_provision import Decision, OverProvision
-from offbeat.rules.step_time import FleetFit, Timing
 from offbeat.testing.crash_points import crash_here
 from offbeat.trajectory import Sampling, Task, Trajectory
 from offbeat.weights.version import Version
@@ -256,9 +251,6 @@ class Provisioning:
     """Holds a constant over-provision factor (groups in flight divided by groups that a step trains). Subclasses change
     the factor when one of the methods below is called."""
 
-    wants_survivors = False
-    """Whether `began` uses its argument `survivors` (groups that were begun and are not in a batch yet)."""
-
     def __init__(self, factor: float):
         self._factor = factor
 
@@ -271,18 +263,9 @@ class Provisioning:
     def submitted(self, trajectory: Trajectory) -> None:
         """Called when a trajectory, whole or partial, has been stored."""
 
-    def timed(self, worker: str, timings: Sequence[Timing]) -> None:
-        """Called when a worker has reported how long the decode steps of its engine took."""
-
-    def left(self, worker: str) -> None:
-        """Called when a worker has left."""
-
-    def claimed(self) -> None:
-        """Called when the batch of the current step has been claimed."""
-
-    def began(self, step: int, num_slots: int, survivors: Sequence[Surviving]) -> None:
-        """Called when the version of `step` is published, which begins the work on that step's batch. All workers
-        together can generate `num_slots` answers at once. `survivors` are groups begun earlier that are in no batch."""
+    def began(self, num_slots: int) -> None:
+        """Called when a version is published, which begins the work on its step's batch. All workers together can
+        generate `num_slots` answers at once."""
 
     def trained(self, still_s: float, step_s: float) -> None:
         """Called after a step of `step_s` seconds, of which the trainer waited `still_s` for its batch."""
@@ -300,151 +283,65 @@ class Overlapped(Provisioning):
         self._depth = Depth(max_staleness)
         super().__init__(1.0 + self._depth.steps)
 
-    def began(self, step: int, num_slots: int, survivors: Sequence[Surviving]) -> None:
+    def began(self, num_slots: int) -> None:
         self._factor = 1.0 + self._depth.steps
 
     def trained(self, still_s: float, step_s: float) -> None:
         self._depth.trained(still_s, step_s)
 
 
-MAX_TASKS = 100_000
-"""Largest number of leased tasks that are remembered. Without a limit, memory would grow, because nothing tells
-`OverProvisionController` that a task has failed."""
-MAX_SHARE = 0.02
-"""Largest share of the rounds' time that choosing the factor may take. It holds once all choices together have taken
-`UNRATIONED_S` seconds."""
-UNRATIONED_S = 1.0
-"""Seconds that all choices together may take before `MAX_SHARE` applies, so that a short run finds its factor in
-time."""
-NUM_UPDATES = 8
-"""Number of latest updates (from a claimed batch to the next version) whose median duration predicts the next one's."""
-
-
-class OverProvisionController(Provisioning):
-    """Chooses the over-provision factor by the event model, a simulation of the next rounds. It is for runs in rounds,
-    in which generation stops once a batch is complete.
-
-    The model uses answer lengths (from trajectories), step times of engines (from workers' reports) and the groups that
-    were begun but are in no batch yet (from the ledger). A choice takes tens of milliseconds, so several short rounds
-    share one choice. `on_choice` is called with every choice that changes the factor.
-    """
-
-    wants_survivors = True
+class InRounds(Provisioning):
+    """Chooses the over-provision factor if generation stops once a batch is complete (see `OverProvision`).
+    `on_choice` is called with every change of the factor."""
 
     def __init__(
         self,
-        setting: EventModelConfig,
-        max_new_tokens: int,
+        max_staleness: int,
         on_choice: Callable[[Decision], None] = lambda decision: None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        super().__init__(1.0)
-        self._clock, self._on_choice = clock, on_choice
-        self._lengths, self._fit = LengthEstimator(max_new_tokens), FleetFit()
-        self._control = OverProvision(setting, self._lengths, self._fit)
-        self._groups: dict[int, tuple[int, int]] = {}
-        """For each leased training task, its group and the number of answer tokens that it had when it was leased."""
+        self._choice = OverProvision(max_staleness)
+        super().__init__(self._choice.factor)
+        self._on_choice, self._clock = on_choice, clock
         self._num_tokens, self._is_mixed = 0, False
-        """Tokens generated in this round, and whether the round also contains evaluation tasks."""
-        self._num_prompts = self._num_prompt_tokens = 0
+        """Tokens of the answers that ended in this round, and whether the round also contains evaluation tasks."""
         self._began_s: float | None = None
-        self._claimed_s: float | None = None
-        self._updates_s: deque[float] = deque(maxlen=NUM_UPDATES)
-        self._choice_s = self._choices_s = self._rounds_s = 0.0
-        """Seconds of the last choice, of all choices, and of the rounds since the last choice."""
-        self._outcome_tokens_per_s: float | None = None
+        self._num_slots = 0
+        self._tokens_per_s: float | None = None
 
     def handed_out(self, tasks: Sequence[Task]) -> None:
-        for task in tasks:
-            if task.require_version is not None:
-                self._is_mixed = True
-                continue
-            num_tokens = 0 if task.prefix is None else task.prefix.num_tokens
-            self._groups[task.id] = task.group, num_tokens
-            self._lengths.running(task.id, num_tokens, task.group)
-            self._num_prompts += 1
-            self._num_prompt_tokens += len(task.prompt)
-        while len(self._groups) > MAX_TASKS:
-            oldest = next(iter(self._groups))
-            del self._groups[oldest]
-            self._lengths.dropped(oldest)
+        self._is_mixed |= any(task.require_version is not None for task in tasks)
 
     def submitted(self, trajectory: Trajectory) -> None:
-        if trajectory.task not in self._groups:
-            return  # an evaluation task, or leased before this process started
-        group, num_before = self._groups.pop(trajectory.task)
-        num_tokens = trajectory.num_tokens
-        self._num_tokens += num_tokens - num_before
-        if trajectory.is_partial:
-            self._lengths.running(trajectory.task, num_tokens, group)
-        else:
-            self._lengths.finished(trajectory.task, num_tokens, group)
+        if not trajectory.is_partial:
+            self._num_tokens += trajectory.num_tokens
 
-    def timed(self, worker: str, timings: Sequence[Timing]) -> None:
-        self._fit.observe(worker, timings)
-
-    def left(self, worker: str) -> None:
-        self._fit.left(worker)
-
-    def claimed(self) -> None:
-        self._claimed_s = self._clock()
-
-    def began(self, step: int, num_slots: int, survivors: Sequence[Surviving]) -> None:
+    def began(self, num_slots: int) -> None:
         now_s = self._clock()
-        self._end_round(now_s)
-        self._lengths.advance()
-        if self._choices_s > UNRATIONED_S and self._rounds_s * MAX_SHARE < self._choice_s:
-            return
-        prompt_tokens = self._num_prompt_tokens / max(self._num_prompts, 1)
-        self._control.setting = replace(self._control.setting, slots=num_slots or None, prompt_tokens=prompt_tokens)
-        update_s = median(self._updates_s) if self._updates_s else 0.0
-        carried = [Survivor(max(step - group.first_step, 1), group.num_tokens, group.ended) for group in survivors]
-        decision = self._control.decide(carried, update_s)
-        self._choice_s, self._rounds_s = self._clock() - now_s, 0.0
-        self._choices_s += self._choice_s
-        if decision.factor != self._factor:
+        if self._began_s is not None and not self._is_mixed and now_s > self._began_s:
+            self._end_round(now_s - self._began_s)
+        if num_slots != self._num_slots:
+            self._choice.fleet_changed()
+        self._began_s, self._num_slots = now_s, num_slots
+        self._num_tokens, self._is_mixed = 0, False
+
+    def _end_round(self, seconds: float) -> None:
+        self._tokens_per_s = self._num_tokens / seconds
+        if (decision := self._choice.outcome(self._num_tokens, seconds)) is not None:
             self._factor = decision.factor
             self._on_choice(decision)
 
-    def _end_round(self, now_s: float) -> None:
-        if self._began_s is not None:
-            round_s = now_s - self._began_s
-            self._rounds_s += round_s
-            self._outcome_tokens_per_s = self._num_tokens / round_s if round_s > 0 else None
-            if not self._is_mixed:
-                self._control.outcome(self._num_tokens, round_s)
-            if self._claimed_s is not None:
-                self._updates_s.append(now_s - self._claimed_s)
-        self._began_s, self._claimed_s = now_s, None
-        self._num_tokens, self._is_mixed = 0, False
-
     def figures(self) -> dict[str, float]:
-        figures = {
-            "over_provision": self._factor,
-            "predicted_tokens_per_second": self._control.last.predicted_tokens_per_s,
-            "predicted_step_s": self._control.last.predicted_step_s,
-            "predicted_off_policy_share": self._control.last.predicted_off_policy_share,
-            "generated_tokens_per_second": self._outcome_tokens_per_s,
-            "step_time_error": self._fit.error if self._fit.model is not None else None,
-        }
-        return {name: value for name, value in figures.items() if value is not None}
+        measured = {} if self._tokens_per_s is None else {"generated_tokens_per_second": self._tokens_per_s}
+        return {**super().figures(), **measured}
 
 
 def provisioning_of(
-    configured: float | Literal["auto"],
-    overlapped: int | None,
-    rounds: EventModelConfig | None,
-    max_new_tokens: int,
-    on_choice: Callable[[Decision], None],
+    configured: float | Literal["auto"], max_staleness: int, on_choice: Callable[[Decision], None], *, overlaps: bool
 ) -> Provisioning:
-    """Returns the object that holds or chooses a run's over-provision factor.
-
-    A number in `configured` is the factor. With "auto", the factor follows the trainer's idle time if generation
-    overlaps with training; `overlapped` is then the largest staleness, else None. Without overlap, the event model
-    chooses the factor, with the settings `rounds`. If both are None, the factor is 1.
-    """
+    """Returns the object that holds or chooses a run's over-provision factor. A number in `configured` is the factor.
+    With "auto", the factor follows the trainer's idle time if generation overlaps with training, otherwise the measured
+    speed of rounds."""
     if configured != "auto":
         return Provisioning(configured)
-    if overlapped is not None:
-        return Overlapped(overlapped)
-    return Provisioning(1.0) if rounds is None else OverProvisionController(rounds, max_new_tokens, on_choice)
+    return Overlapped(max_staleness) if overlaps else InRounds(max_staleness, on_choice)

@@ -28,11 +28,9 @@ from offbeat.ledger.errors import Conflict, Fenced, Forbidden, Refused, Unknown
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Arrival, Batch, ComparedSegment, EvalRound, Outcome, Reconciled, Submission
 from offbeat.ledger.workers import PRESENT_S, WorkerState
-from offbeat.rules.event_model import EventModelConfig
 from offbeat.rules.groups import AdmissionTarget
 from offbeat.rules.over_provision import Decision
 from offbeat.rules.quarantine import ASIDE_S, OFF_GAP, Fitness, is_believable
-from offbeat.rules.step_time import Timing
 from offbeat.testing.crash_points import crash_here
 from offbeat.trajectory import Task, Trajectory
 from offbeat.waiting import BackgroundTasks, Notifier
@@ -213,10 +211,7 @@ class CoordinatorSettings:
     """Whether workers keep generating while the trainer trains."""
     over_provision: float | Literal["auto"] = 1.0
     """Over-provision factor. "auto" chooses it during the run: with overlap by the trainer's idle time, otherwise by
-    the event model."""
-    rounds: EventModelConfig | None = None
-    """Settings of the event model, which chooses the over-provision factor if this is "auto" and `overlap` is False.
-    None: the factor is then 1."""
+    the measured speed of rounds."""
     max_new_tokens: int = 1
     lease_ttl_s: float = 60.0
     keep: MaintenanceSettings = field(default_factory=MaintenanceSettings)
@@ -258,11 +253,7 @@ class Coordinator:
         self._worked: set[str] = set()
         """Workers that were given tasks since the last report of a step."""
         self._provisioning = provisioning_of(
-            settings.over_provision,
-            ledger.terms.max_staleness if settings.overlap else None,
-            settings.rounds,
-            settings.max_new_tokens,
-            self._report_choice,
+            settings.over_provision, ledger.terms.max_staleness, self._report_choice, overlaps=settings.overlap
         )
         target = AdmissionTarget(self._groups_per_step, settings.num_steps)
         self._drawing = Drawing(
@@ -489,10 +480,6 @@ class Coordinator:
         if await self.lease_manager.give_back(worker, leases):
             self._notify_workers()
 
-    def timed(self, worker: str, timings: Sequence[Timing]) -> None:
-        self.presence.hear(worker)
-        self._provisioning.timed(worker, timings)
-
     async def newer(self, have_version: int | None, wait_s: float) -> Version | None:
         async def check() -> Version | None:
             version = await self._version_to_serve()
@@ -515,7 +502,6 @@ class Coordinator:
         self.lease_manager.pace.forget(worker)
         self.presence.left(worker)
         self.rounds.left(worker)
-        self._provisioning.left(worker)
         self.relays.leave(worker)
         self.busy.left(_track(worker))
         self._worked.discard(worker)
@@ -582,7 +568,6 @@ class Coordinator:
         crash_here("claim-stored")
         self.times.claimed(step)
         self._settle_busy_times()
-        self._provisioning.claimed()
         self.rounds.notify()
         self._notify_workers()
         if names := self.rewards.scorer.take_unseen():
@@ -606,7 +591,7 @@ class Coordinator:
 
     def step_figures(self) -> dict[str, float]:
         """Returns figures for a step's metrics row: the counts of partials since the last call, and the over-provision
-        factor with its predictions. If the run may have several workers, adds how many are present and how many of
+        factor. If the run may have several workers, adds how many are present and how many of
         these had no task. Restarts the counts."""
         figures = {**self._partials.take(), **self._provisioning.figures()}
         if not self.only_worker:
@@ -686,8 +671,7 @@ class Coordinator:
     async def _announce(self, version: Version) -> None:
         await self._drawing.open_evaluation(version)
         self._newest = version.number
-        survivors = await self._share(self.ledger.survivors) if self._provisioning.wants_survivors else []
-        self._provisioning.began(version.step, self.presence.total_slots(self.settings.lease_ttl_s), survivors)
+        self._provisioning.began(self.presence.total_slots(self.settings.lease_ttl_s))
         self.rounds.notify()
         self._notify_all()
         self._versions.notify()

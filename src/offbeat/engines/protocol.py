@@ -123,8 +123,6 @@ class EngineMetrics:
     """Tokens computed in prefills, padding included."""
     num_resumed_tokens: int | None = 0
     """Prefix tokens that needed no prefill because their keys and values were cached or copied."""
-    busy_seconds: float | None = 0.0
-    """Time spent on decode steps and prefills."""
 
     def __add__(self, other: EngineMetrics) -> EngineMetrics:
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)

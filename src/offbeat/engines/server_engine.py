@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -66,7 +66,9 @@ class ServerEngine:
         )
         self.seconds_still = 0.0
         self.health = Health(time.monotonic, DEAD_AFTER_S)
-        self._meter = Meter(time.monotonic)
+        self._num_rows = 0
+        self._num_prefilled: int | None = 0
+        self._num_resumed: int | None = 0
         self._life = uuid4().hex[:8]
         self._loaded: LoadedVersion | None = None
         self._num_loads = 0
@@ -91,7 +93,7 @@ class ServerEngine:
 
     @property
     def metrics(self) -> EngineMetrics:
-        return self._meter.metrics
+        return EngineMetrics(None, self._num_rows, None, self._num_prefilled, self._num_resumed)
 
     # Requests
 
@@ -150,21 +152,35 @@ class ServerEngine:
         loaded = self._loaded
         call = running.begin(loaded, self._life)
         try:
-            with self._meter.inside(call):
-                async with aclosing(self.dialect.generate(call)) as chunks:  # type: ignore[type-var]
-                    async for chunk in chunks:
-                        self._heard_s = time.monotonic()
-                        running.take(chunk)
-                        self._meter.take(call, chunk)
-                        if chunk.finish is not None:
-                            await self._check_label(loaded)
-                            running.end(has_spans=self.facts.has_spans)
-                            return chunk.finish
+            async with aclosing(self.dialect.generate(call)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    self._heard_s = time.monotonic()
+                    self._count(running, chunk)
+                    running.take(chunk)
+                    if chunk.finish is not None:
+                        await self._check_label(loaded)
+                        running.end(has_spans=self.facts.has_spans)
+                        return chunk.finish
         except EngineDied as error:
             raise self._die(str(error)) from error
         finally:
             self._changes.notify()
         raise ServerAway(f"request {running.request.id}: the server's answer ended without a finish reason")
+
+    def _count(self, running: ActiveRequest, chunk: Chunk) -> None:
+        """Adds a chunk of an answer to `metrics`. What was prefilled and resumed is known once the first token comes,
+        and only from servers that report `num_cached`."""
+        assert running.call is not None
+        self._num_rows += len(chunk.tokens)
+        if chunk.tokens and not running.num_sampled:
+            cached = chunk.num_cached
+            self._count_prefill(None if cached is None else len(running.call.tokens) - cached)
+            self._num_resumed = None if cached is None or self._num_resumed is None else self._num_resumed + cached
+
+    def _count_prefill(self, num_tokens: int | None) -> None:
+        self._num_prefilled = (
+            None if num_tokens is None or self._num_prefilled is None else self._num_prefilled + num_tokens
+        )
 
     async def _check_label(self, loaded: LoadedVersion) -> None:
         """Raises `EngineDied` if the server's weights no longer have the label of `loaded`. Checks nothing if the
@@ -216,7 +232,6 @@ class ServerEngine:
         the block fails, ends the engine, because the server's weights are then unknown."""
         start_s = time.monotonic()
         self._is_loading = True
-        self._meter.stand_still(True)
         try:
             with self._deadly():
                 yield
@@ -225,7 +240,6 @@ class ServerEngine:
             raise
         finally:
             self._is_loading = False
-            self._meter.stand_still(False)
             self._heard_s = time.monotonic()
             self.seconds_still += self._heard_s - start_s
             self._changes.notify()
@@ -249,8 +263,8 @@ class ServerEngine:
             for running in inside:
                 if running.call is not None:
                     running.load(loaded, keeps_kv=running in keeping)
-                    if running not in keeping:
-                        self._meter.refill(running.call)
+                    if running not in keeping and running.num_sampled:
+                        self._count_prefill(len(running.call.tokens) + running.num_sampled)
             self._loaded = loaded
         finally:
             await self.dialect.resume()
@@ -375,6 +389,11 @@ class ActiveRequest:
         return f"engine {self.worker}, request {self.request.id}"
 
     @property
+    def num_sampled(self) -> int:
+        """Number of tokens that have come from the current call."""
+        return len(self._tokens)
+
+    @property
     def num_tokens(self) -> int:
         """Number of tokens kept from calls that have ended; those of the current call are not counted."""
         return sum(len(segment.tokens) for segment in self.segments)
@@ -484,107 +503,3 @@ class ActiveRequest:
             worker=self.worker,
             engine=self.fingerprint,
         )
-
-
-class MeteredCall:
-    """Estimates the server's work for one call from the chunks of its answer."""
-
-    def __init__(self, call: Call):
-        self.num_prompt, self.num_tokens = len(call.tokens), 0
-        self.is_decoding = False
-        """Whether the first token has come, which means that the prefill is over."""
-
-    def take(self, chunk: Chunk) -> EngineMetrics:
-        """Returns the work that the server did for one chunk of the answer."""
-        num_new, num_before = len(chunk.tokens), self.num_prompt + self.num_tokens
-        prefilled: int | None = 0
-        resumed: int | None = 0
-        if num_new and not self.is_decoding:
-            self.is_decoding, resumed = True, chunk.num_cached
-            prefilled = None if resumed is None else self.num_prompt - resumed
-        self.num_tokens += num_new
-        return EngineMetrics(
-            num_rows=num_new,
-            num_context_tokens=num_new * num_before + num_new * (num_new - 1) // 2,
-            num_prefilled_tokens=prefilled,
-            num_resumed_tokens=resumed,
-        )
-
-
-class Meter:
-    """Estimates the server's work for this worker from the server's answers.
-
-    Each sampled token counts as one row of a decode step, which reads all tokens before it and no padding. A decoding
-    call gets one token per decode step. So the number of steps is the number of tokens divided by the mean number of
-    calls that decode at once. Prefilled and resumed tokens are known only if every answer reports `num_cached`. The
-    server counts as busy while it has calls and is not paused.
-    """
-
-    def __init__(self, clock: Callable[[], float]):
-        self._clock = clock
-        self._sums = EngineMetrics()
-        self._inside: dict[str, MeteredCall] = {}
-        self._num_decoding = 0
-        """Calls inside whose prefill is over."""
-        self._is_still = False
-        self._counted_s = clock()
-        self._num_rows = 0
-        """Tokens received since steps were last counted."""
-        self._decode_s = self._row_s = 0.0
-        """Two times since steps were last counted: seconds in which at least one call decoded, and seconds of decoding
-        summed over calls."""
-        self._steps_left = 0.0
-        """Fraction of a decode step that is not counted yet."""
-
-    @property
-    def metrics(self) -> EngineMetrics:
-        self._count_time()
-        self._count_steps()
-        return self._sums
-
-    @contextmanager
-    def inside(self, call: Call) -> Iterator[None]:
-        self._count_time()
-        self._inside[call.id] = MeteredCall(call)
-        try:
-            yield
-        finally:
-            self._count_time()
-            self._num_decoding -= self._inside.pop(call.id).is_decoding
-
-    def take(self, call: Call, chunk: Chunk) -> None:
-        self._count_time()
-        self._num_rows += len(chunk.tokens)
-        one = self._inside[call.id]
-        was_decoding = one.is_decoding
-        self._sums += one.take(chunk)
-        self._num_decoding += one.is_decoding - was_decoding
-
-    def refill(self, call: Call) -> None:
-        """Counts the prefill of all of a call's tokens, whose keys and values are computed again after a load."""
-        one = self._inside[call.id]
-        self._sums += EngineMetrics(num_prefilled_tokens=one.num_prompt + one.num_tokens if one.is_decoding else 0)
-
-    def stand_still(self, is_still: bool) -> None:
-        self._count_time()
-        self._is_still = is_still
-
-    def _count_time(self) -> None:
-        now_s = self._clock()
-        passed_s, self._counted_s = now_s - self._counted_s, now_s
-        if not self._inside or self._is_still:
-            return
-        self._sums += EngineMetrics(busy_seconds=passed_s)
-        if self._num_decoding:
-            self._decode_s += passed_s
-            self._row_s += self._num_decoding * passed_s
-
-    def _count_steps(self) -> None:
-        """Adds the decode steps since the last count: tokens divided by the mean number of calls that decoded at once.
-        While no call has spent time decoding, the tokens are kept for the next count."""
-        if self._row_s <= 0:
-            return
-        steps = self._num_rows * self._decode_s / self._row_s + self._steps_left
-        self._num_rows, self._decode_s, self._row_s = 0, 0.0, 0.0
-        self._steps_left = steps - int(steps)
-        self._sums += EngineMetrics(num_steps=int(steps))

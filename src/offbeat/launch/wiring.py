@@ -34,7 +34,6 @@ from offbeat.model.loading import (
 from offbeat.net import is_this_machine
 from offbeat.observability.metric_files import read_events
 from offbeat.rewards.pool import MIN_COUNT, FailureWatch, RewardInput, RewardPool, Shaping, without_kind
-from offbeat.rules.event_model import EventModelConfig
 from offbeat.trajectory import Sampling, total
 from offbeat.weights.piece_store import PieceStore, open_store
 
@@ -249,23 +248,12 @@ def make_coordinator(
             num_steps=config.run.steps,
             overlap=config.schedule.mode == "overlap",
             over_provision=config.schedule.factor,
-            rounds=_rounds(config) if config.schedule.stops else None,
             max_new_tokens=config.rollout.max_new_tokens,
             lease_ttl_s=config.rollout.lease_s,
             vocab_size=tokens.vocab_size,
             keep=MaintenanceSettings(config.ledger.keep_bodies, config.ledger.backup),
         ),
         clearing,
-    )
-
-
-def _rounds(config: Config) -> EventModelConfig:
-    return EventModelConfig(
-        groups_per_step=config.batch.claims_per_step,
-        group_size=config.batch.members,
-        max_staleness=config.schedule.bound,
-        resumes=config.rollout.kv == "stale",
-        pads=config.rollout.engine in ("auto", "embedded"),
     )
 
 

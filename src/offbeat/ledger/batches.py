@@ -39,7 +39,6 @@ from offbeat.ledger.records import (
     Drop,
     GroupState,
     Member,
-    Surviving,
 )
 from offbeat.ledger.versions import Lineage, Versions
 from offbeat.ledger.workers import unproven_tasks
@@ -146,20 +145,6 @@ class Batches(Versions):
         rounds: before the first version, and while a claimed batch is not yet trained."""
         newest = self.latest_version()
         return None if newest is None or is_batch_claimed(self) else newest.number
-
-    def survivors(self) -> list[Surviving]:
-        """Returns the training groups of which at least one task was begun and that are in no batch yet."""
-        query = """SELECT g.id, g.first_step, COALESCE(j.num_tokens, p.num_sampled_tokens, 0), t.state
-                   FROM groups g JOIN tasks t ON t.group_id = g.id LEFT JOIN trajectories j ON j.task = t.id
-                   LEFT JOIN partials p ON p.task = t.id AND p.state = 'kept'
-                   WHERE g.purpose = 'train' AND g.state IN ('open', 'ready') AND g.first_step IS NOT NULL
-                   ORDER BY g.id"""
-        found = []
-        for _, rows in itertools.groupby(self.execute(query), key=lambda row: row[0]):
-            members = list(rows)
-            ended = tuple(state not in ("open", "leased") for *_, state in members)
-            found.append(Surviving(members[0][1], tuple(row[2] for row in members), ended))
-        return found
 
     def as_trainer(self, generation: int, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs `call` in one transaction if `generation` (the number of a trainer's start) is the latest; raises

@@ -246,17 +246,6 @@ class ComparedSegment(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Surviving:
-    """A training group with at least one begun task that is in no batch yet."""
-
-    first_step: int
-    """Step of the oldest version with which a member was begun."""
-    num_tokens: tuple[int, ...]
-    """Number of tokens that each member has submitted so far."""
-    ended: tuple[bool, ...]
-
-
-@dataclass(frozen=True)
 class Reconciled:
     """Result of a resume from a checkpoint: the trainer's position, and the changes made to the ledger."""
 

@@ -34,14 +34,12 @@ from offbeat.engines.protocol import (
     Engine,
     EngineDied,
     EngineError,
-    EngineMetrics,
     Finish,
     Generation,
     KvMode,
     Request,
 )
 from offbeat.errors import OffbeatError, RunInterrupted, RunOver
-from offbeat.rules.step_time import Timing
 from offbeat.testing.crash_points import crash_here
 from offbeat.trajectory import End, SegmentError, Task, Trajectory
 from offbeat.waiting import Notifier, run_to_end
@@ -57,8 +55,6 @@ NEWER_WAIT_S = 20.0
 """Longest wait of one call to the coordinator for a newer version."""
 FIRST_TTL_S = 30.0
 """Lease duration assumed before the first lease, for example while spooled trajectories are sent at the start."""
-TIMING_S, NUM_TIMINGS = 0.1, 10
-"""Seconds between samples of the engine's metrics during rounds, and samples per report to the coordinator."""
 OVER_WAIT_S = 20.0
 """Longest wait of one call to the coordinator for the end of a round."""
 BEATS_PER_TTL = 3
@@ -147,7 +143,7 @@ class Worker:
         return None
 
     def _loops(self, group: asyncio.TaskGroup) -> tuple[Coroutine[Any, Any, None], ...]:
-        loops = self._work(group), self._refresh(), self._stop_rounds(), self._report_timings()
+        loops = self._work(group), self._refresh(), self._stop_rounds()
         return tuple(self._until_over(loop) for loop in loops)
 
     async def _until_over(self, loop: Coroutine[Any, Any, None]) -> None:
@@ -254,19 +250,6 @@ class Worker:
             await self._end(stopped, AbortReason.STOP)
             await self._changes.wait_for(partial(self._have_ended, stopped))
             await self._give_back([running.key for running in stopped if running.is_untouched])
-
-    async def _report_timings(self) -> None:
-        """During rounds, reports decode step times, from which the coordinator derives the over-provision factor."""
-        timings = Timings(self.engine)
-        while True:
-            await self._changes.wait_for(lambda: self._rounds.is_under_way and self.running)
-            found = []
-            for _ in range(NUM_TIMINGS):
-                await asyncio.sleep(TIMING_S)
-                if (timing := timings.take()) is not None:
-                    found.append(timing)
-            if found:
-                await self.client.timed(found)
 
     def _have_ended(self, stopped: Sequence[ActiveTask]) -> bool:
         return not any(self.running.get(running.key) is running for running in stopped)
@@ -522,11 +505,6 @@ class TaskRounds:
             self._current = number if self._current is None else max(number, self._current)
             self._changes.notify()
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether this worker takes part in an unfinished round."""
-        return self._current is not None
-
     def is_over(self, number: int | None) -> bool:
         return number is not None and number <= self._last_over
 
@@ -540,44 +518,6 @@ class TaskRounds:
                 self._last_over = number
                 self._current = None if self._current == number else self._current
                 return number
-
-
-class Timings:
-    """Measures an engine's work in successive intervals, for `rules.step_time`, as differences of its metrics.
-
-    An interval without a decode step is added to the next one. There are timings only if the engine reports steps, rows
-    (running answers), context tokens and busy seconds. If it does not report prefilled tokens, prefill time counts as
-    step time.
-    """
-
-    def __init__(self, engine: Engine):
-        self._engine, self._before = engine, engine.metrics
-
-    def take(self) -> Timing | None:
-        """Returns the engine's work since the last timing; None without a decode step or a needed metric."""
-        now = self._engine.metrics
-        timing = timing_between(self._before, now)
-        if timing is not None:
-            self._before = now
-        return timing
-
-
-def timing_between(before: EngineMetrics, after: EngineMetrics) -> Timing | None:
-    """Returns the engine's work between two readings; None without a decode step, or if a needed metric is missing."""
-    num_steps = _difference(before.num_steps, after.num_steps)
-    num_rows = _difference(before.num_rows, after.num_rows)
-    num_context_tokens = _difference(before.num_context_tokens, after.num_context_tokens)
-    num_prefilled_tokens = _difference(before.num_prefilled_tokens, after.num_prefilled_tokens) or 0
-    if num_steps is None or num_rows is None or num_context_tokens is None:
-        return None
-    if before.busy_seconds is None or after.busy_seconds is None or num_steps < 1:
-        return None
-    seconds = after.busy_seconds - before.busy_seconds
-    return Timing(num_steps, num_rows, num_context_tokens, num_prefilled_tokens, seconds)
-
-
-def _difference(before: int | None, after: int | None) -> int | None:
-    return None if before is None or after is None else after - before
 
 
 MAX_FAILURES = 4

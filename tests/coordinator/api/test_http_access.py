@@ -18,7 +18,6 @@ WORKER_CALLS = {
     "/v1/newer": wire.NewerCall(have_version=0, wait_s=0.0),
     "/v1/round-over": wire.RoundOverCall(number=0, wait_s=0.0),
     "/v1/give-back": wire.GiveBackCall(leases=[]),
-    "/v1/timings": wire.TimingsCall(timings=[]),
 }
 TRAINER_CALLS = {
     "/v1/claim": wire.ClaimCall(step=0, wait_s=0.0),

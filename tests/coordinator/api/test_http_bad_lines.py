@@ -280,7 +280,7 @@ def test_every_answer_but_a_file_carries_its_digest(run, worker):
         assert response.headers[wire.CONTENT_DIGEST] == wire.content_digest(response.body)
 
 
-@pytest.mark.parametrize("path", ["/v1/lease", "/v1/heartbeat", "/v1/leave", "/v1/timings", "/v1/sources"])
+@pytest.mark.parametrize("path", ["/v1/lease", "/v1/heartbeat", "/v1/leave", "/v1/give-back", "/v1/sources"])
 def test_a_call_that_is_not_what_was_sent_is_400_and_says_so(run, worker, path, unchanged):
     for wrong in (None, wire.content_digest(b"other")):
         response = run.post_bytes(path, b"\x80", worker, **{wire.CONTENT_DIGEST: wrong})

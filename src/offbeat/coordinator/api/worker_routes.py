@@ -20,7 +20,6 @@ from offbeat.ledger.errors import Forbidden
 from offbeat.ledger.records import Outcome
 from offbeat.ledger.workers import Role, WorkerRecord, WorkerState
 from offbeat.net import RangeError, byte_range
-from offbeat.rules.step_time import Timing
 
 ROLLOUT = frozenset({Role.ROLLOUT})
 ANYONE = frozenset(Role)
@@ -72,12 +71,6 @@ async def round_over(api: ApiState, worker: WorkerRecord, request: Request) -> R
     call = await api.bodies.record(request, wire.RoundOverCall)
     work = api.coordinator.rounds.is_over(call.number, min(call.wait_s, api.settings.max_wait_s))
     return await reply(request, wire.RoundOver(await api.wait_for(request, work)))
-
-
-async def timings(api: ApiState, worker: WorkerRecord, request: Request) -> Response:
-    call = await api.bodies.record(request, wire.TimingsCall)
-    api.coordinator.timed(worker.name, [Timing(*timing) for timing in call.timings])
-    return Response(status_code=204)
 
 
 async def newer(api: ApiState, worker: WorkerRecord, request: Request) -> Response:
@@ -166,7 +159,6 @@ ROUTES = (
     Route("POST", "/v1/newer", newer, ROLLOUT),
     Route("POST", "/v1/round-over", round_over, ROLLOUT),
     Route("POST", "/v1/give-back", give_back, ROLLOUT),
-    Route("POST", "/v1/timings", timings, ROLLOUT),
     Route("POST", "/v1/leave", leave, ANYONE),
     Route("GET", "/v1/run", run_info, ANYONE),
     Route("POST", "/v1/sources", sources, ROLLOUT),

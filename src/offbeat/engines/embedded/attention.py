@@ -240,3 +240,31 @@ def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     memory = np.zeros(num_bytes + ALIGNED_BYTES, np.uint8)
     start = -memory.ctypes.data % ALIGNED_BYTES
     return torch.from_numpy(memory[start : start + num_bytes]).view(like.dtype).view(shape)
+
+
+MIN_SAVED_TOKENS = 4096
+"""Smallest number of tokens less to read for which reading rows in two parts is worth its extra kernels in every
+layer."""
+
+
+def num_long_rows(lengths: Sequence[int]) -> int:
+    """Returns how many of the longest rows a padded decode step should read apart from the others, so that it reads the
+    fewest tokens in total; the number of all rows if that saves too little. Rows of equal length are never separated.
+
+    Without this, a few long answers, continued from earlier versions, would make every new answer as expensive as
+    themselves. All rows grow by one token per step, so the longer ones stay longer until new requests start."""
+    longest_first = -np.sort(-np.asarray(lengths))
+    num_others = len(lengths) - np.arange(len(lengths))
+    saved = num_others * (longest_first[:1] - longest_first)
+    best = int(saved.argmax()) if len(lengths) else 0
+    return best if len(lengths) and saved[best] >= MIN_SAVED_TOKENS else len(lengths)
+
+
+def exchanges(lengths: Sequence[int], num_long: int) -> list[tuple[int, int]]:
+    """Returns the smallest set of swaps, as pairs of row indices, that brings the `num_long` longest rows to the
+    front."""
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    long = set(order[:num_long])
+    comes = [row for row in order[:num_long] if row >= num_long]
+    goes = [row for row in range(num_long) if row not in long]
+    return list(zip(comes, goes, strict=True))

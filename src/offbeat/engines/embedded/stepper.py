@@ -5,7 +5,7 @@ request only when it starts or ends and when weights change.
 
 - Without `exact`, the live slots, which hold running requests, come first, so that a step computes no other rows. On a
   CPU, rows that are much longer come first among the live ones, so that only these read a long context
-  (`rules.padding_split`).
+  (`attention.num_long_rows`).
 - All known tokens of a request but the last are prefilled; the first decode step feeds the last one. A request that is
   resumed before its old slot is overwritten continues from the keys and values there (`cached_prefixes`).
 - With `exact` and a fixed number of threads and slots, a token depends on weights, prompt and seed alone, to the bit.
@@ -19,9 +19,8 @@ request only when it starts or ends and when weights change.
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -30,7 +29,7 @@ import torch
 from transformers import PreTrainedModel
 
 from offbeat.engines.cached_prefixes import CachedPrefix, CachedPrefixes, is_worth_reusing
-from offbeat.engines.embedded.attention import KeyValueSlots, use_slot_attention
+from offbeat.engines.embedded.attention import KeyValueSlots, exchanges, num_long_rows, use_slot_attention
 from offbeat.engines.embedded.decode_forward import (
     MIN_ROWS,
     DecodeForward,
@@ -49,7 +48,6 @@ from offbeat.engines.protocol import EngineMetrics, Finish, Generation, KvMode, 
 from offbeat.errors import UserError
 from offbeat.model import usage
 from offbeat.model.loading import context_window
-from offbeat.rules.padding_split import exchanges, num_long_rows
 from offbeat.trajectory import Sampling, Segment
 
 READ_BUCKET_TOKENS = 16
@@ -77,7 +75,6 @@ class Stepper:
         worker: str,
         fingerprint: str,
         version: int | None,
-        clock: Callable[[], float] = time.perf_counter,
     ):
         longest = context_window(model.config)
         if max_context_tokens > longest:
@@ -90,7 +87,6 @@ class Stepper:
         self.worker, self.fingerprint, self.version = worker, fingerprint, version
         self.metrics = EngineMetrics()
         """Replaced as a whole at each change, so that another thread may read it at any time."""
-        self._clock = clock
         room = round_up(max_context_tokens, READ_BUCKET_TOKENS)  # so that no read is cut short
         self.kv = KeyValueSlots(num_slots, room)
         self.rows = SlotRows(num_slots, room, model.dtype, model.device)
@@ -157,17 +153,14 @@ class Stepper:
         self.version = number
         self.prefill.prompts.clear()
         self.cached.load(number)
-        start_s = self._clock()
         keeps = self.usage.has_slots
         again = [slot for slot, one in self.running.items() if not (keeps and one.may_keep_kv(number))]
         self._refill(sorted(again))
-        self.metrics += EngineMetrics(busy_seconds=self._clock() - start_s)
 
     def step(self) -> list[Generation]:
         """Starts waiting requests in free slots, then decodes a token in every live slot; returns ended requests."""
         if self.is_idle:
             return []
-        start_s = self._clock()
         if self.waiting and self.free and self._is_time_to_admit():
             self._admit()
         if not self.exact:
@@ -177,7 +170,7 @@ class Stepper:
         parts = self._parts()
         ended = self._end(self._decode(parts), None)
         num_rows, num_read = sum(num for num, _ in parts), sum(num * reach for num, reach in parts)
-        self.metrics += EngineMetrics(1, num_rows, num_read, busy_seconds=self._clock() - start_s)
+        self.metrics += EngineMetrics(1, num_rows, num_read)
         return ended
 
     def _parts(self) -> list[tuple[int, int]]:
@@ -371,7 +364,7 @@ class Stepper:
         self.num_long = num_rows
         if self.rows.device.type == "cpu":  # elsewhere one kernel skips masked tokens
             lengths = [self._num_kept(slot) for slot in range(num_rows)]
-            self.num_long = int(num_long_rows(np.array(lengths)))
+            self.num_long = num_long_rows(lengths)
             if pairs := exchanges(lengths, self.num_long):
                 self._exchange(pairs, max(lengths) + 1)
         self._count()

@@ -339,7 +339,6 @@ class PacedClock:
             num_rows=num_steps * num_rows,
             num_context_tokens=num_steps * self._context + num_rows * num_steps * (num_steps - 1) // 2,
             num_prefilled_tokens=self._num_unfilled,
-            busy_seconds=self._prefill_s + num_steps * self._step_s,
         )
         self._context += num_steps * num_rows
         self._step = step
