@@ -176,7 +176,8 @@ def test_rewards_that_fail_now_and_then_are_left_out_counted_and_never_zero(offb
         *("--reward.timeout-s=4", "--eval.every=1"),  # of one row nothing can be held out: then there is no evaluation
     )
     assert (status, out) == (0, "")
-    failed, *advice = errors.splitlines()
+    few_rows, failed, *advice = errors.splitlines()
+    assert few_rows.startswith("warning: task data has only 1 row to train on")
     assert re.fullmatch(
         r"warning: step 1: \d samples failed and are not trained on, and .*; see runs/a/logs", failed
     ), errors

@@ -47,7 +47,7 @@ def test_a_command_of_an_installation_is_valid(command: str, reader: Reader):
             assert command in commands(README)  # test_readme types it
         case ["offbeat", "train", file, "--engine.python", _, "--dry-run"]:
             stand_ins = ["--task.source=file", "--task.path=problems.jsonl", "--model.path=offbeat-tiny"]
-            stand_ins += ["--task.system=none", "--rollout.max-new-tokens=64"]
+            stand_ins += ["--task.system=none", "--rollout.max-new-tokens=64", "--eval.every=0"]
             told = reader.offbeat("train", file, f"--engine.python={sys.executable}", "--dry-run", *stand_ins)
             if importlib.util.find_spec("vllm"):
                 assert told.out.startswith("would start a run")

@@ -26,7 +26,6 @@ from offbeat.errors import UserError
 from offbeat.launch import model_parts
 from offbeat.model.devices import dtype_name
 from offbeat.model.loading import load_tokenizer
-from offbeat.model.lora import published_tensors
 from offbeat.trainer import not_finite
 from offbeat.trainer.checkpoint import Checkpoints
 from offbeat.trainer.not_finite import FailedStepDump, NotFinite
@@ -85,10 +84,9 @@ def replay(file: Path, device: str | None = None, model: str | None = None) -> S
     config = from_dict(dump.config, {key: value for key, value in here.items() if value is not None})
     model_parts.prepare_torch(config)
     policy, reference = model_parts.make_policy(config)
-    own = published_tensors(policy.model)
-    if own.keys() != tensors.keys():
+    if policy.published.keys() != tensors.keys():
         raise UserError(f"model.path = {config.model.path!r}: is not the model of {file}; name another with --model")
-    load_published(policy, own, tensors)
+    load_published(policy, tensors)
     has_optimizer = _load_optimizer(config, policy, file, dump)
     repeated = repeat(policy, samples_of(dump.batch), model_parts.step_settings(config), dump.lr, reference)
     at_fault = (repeated.problem or dump).sample
@@ -111,11 +109,10 @@ def _weights(file: Path, dump: FailedStepDump) -> Mapping[str, Tensor]:
     raise UserError(f"{file}: the weights of version {dump.version} are {places}; restore one of these folders")
 
 
-def load_published(policy: Policy, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Copies the tensors of a version into `own`, the policy's tensors of the same names, and then into the policy's
-    float32 master weights."""
+def load_published(policy: Policy, tensors: Mapping[str, Tensor]) -> None:
+    """Copies the tensors of a version into the policy's model and its float32 master weights."""
     with torch.no_grad():
-        for name, tensor in own.items():
+        for name, tensor in policy.published.items():
             tensor.copy_(tensors[name])
         for parameter, master in zip(policy.parameters, policy.masters, strict=True):
             if master is not parameter:

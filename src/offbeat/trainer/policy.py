@@ -88,6 +88,8 @@ class Policy:
         self.model, self.temperature, self.adam = model, temperature, adam
         self.device = next(model.parameters()).device
         self.num_threads = torch.get_num_threads()
+        self.published = published_tensors(model)
+        """The tensors that make up a version, by name; training changes them in place."""
         self.num_updates = 0
         """Number of optimizer updates begun since this object was made. If a failed step began none, the weights are
         still those before the step."""
@@ -201,10 +203,9 @@ class Policy:
         weights are restored: from the masters or, for weights without a separate master, from a copy."""
         pairs = zip(self.parameters, self.masters, strict=True)
         kept = [(parameter, parameter.detach().clone()) for parameter, master in pairs if master is parameter]
-        own = published_tensors(self.model)
         try:
             with torch.no_grad(), safe_open(file, framework="pt") as stored:
-                for name, tensor in own.items():
+                for name, tensor in self.published.items():
                     tensor.copy_(stored.get_tensor(name))
             yield
         finally:

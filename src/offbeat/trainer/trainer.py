@@ -27,7 +27,6 @@ from transformers import PreTrainedModel
 from offbeat.client.protocol import TrainerClient
 from offbeat.errors import DeadlineError, OffbeatError, RunStopped, UserError
 from offbeat.ledger.records import Batch, ComparedSegment
-from offbeat.model.lora import published_tensors
 from offbeat.testing.crash_points import crash_here
 from offbeat.trainer.audit import Witnesses
 from offbeat.trainer.checkpoint import Checkpoints, random_states
@@ -157,7 +156,7 @@ class Trainer:
         home = self.checkpoints.identity()
         reconciled = await self.client.reconcile(self.step, held_version, home=home, from_scratch=from_scratch)
         crash_here("reconciled")
-        self.version = await self._write_version(self.step, reconciled.parent, published_tensors(self.policy.model))
+        self.version = await self._write_version(self.step, reconciled.parent, self.policy.published)
         await self.client.publish(self.version)
         if self.saved_step is not None:
             await self.client.checkpointed(self.saved_step)
@@ -237,7 +236,7 @@ class Trainer:
         with self.span("publish"):
             await self._publishing.end()
             self.step += 1
-            weights, copied = published_tensors(self.policy.model), None
+            weights, copied = self.policy.published, None
             if self._is_next_batch_here() and not self._is_checkpoint_due():  # a checkpoint has to name its version
                 copied = await asyncio.to_thread(self._published.take, weights)
             if copied is None:
