@@ -104,12 +104,27 @@ def test_a_server_that_tells_what_it_had_lets_prefill_be_counted_and_a_load_adds
         for name, num_cached in (("a", 2), ("b", 5)):
             server.inside[name].labels += [server.name]
             await server.say(name, Chunk([5], [-1.0], num_cached=num_cached))
-        assert (engine.metrics.num_prefilled_tokens, engine.metrics.num_resumed_tokens) == (3, 7)
+        server.inside["a"].labels += [server.name]
+        await server.say("a", Chunk([6], [-1.0], num_cached=2))
+        assert (engine.metrics.num_prefilled_tokens, engine.metrics.num_resumed_tokens) == (3, 7), "once for each call"
         server.end("b")
         await kept
         await engine.load(version(2))
-        assert engine.metrics.num_prefilled_tokens == 3 + 5 + 1
+        assert engine.metrics.num_prefilled_tokens == 3 + 5 + 2
         server.end("a")
         await running
+
+    play(scenario)
+
+
+def test_a_load_that_keeps_keys_and_values_adds_no_prefill():
+    async def scenario(engine, server):
+        (kept,) = await begin(engine, server, request("b", KvMode.STALE, kv_lag=1))
+        server.inside["b"].labels += [server.name]
+        await server.say("b", Chunk([5], [-1.0], num_cached=2))
+        await engine.load(version(2))
+        assert engine.metrics.num_prefilled_tokens == 3
+        server.end("b")
+        await kept
 
     play(scenario)

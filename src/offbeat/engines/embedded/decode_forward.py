@@ -85,8 +85,8 @@ class RecordedStep:
 
 
 def recorded(forward: DecodeForward, inputs: Sequence[tuple[Tensor, ...]]) -> Forward:
-    """Records `forward` with the first of `inputs`, and compares the recording's logits with those of `forward` on all
-    `inputs`. Returns the recording, or else `forward` if it is not on a CPU, cannot be recorded, or gives other
+    """Records `forward` with the first of `inputs`, and compares the recording's logits with those of `forward` on the
+    others. Returns the recording, or else `forward` if it is not on a CPU, cannot be recorded, or gives other
     logits."""
     if inputs[0][0].device.type != "cpu":
         return forward
@@ -94,7 +94,7 @@ def recorded(forward: DecodeForward, inputs: Sequence[tuple[Tensor, ...]]) -> Fo
         warnings.simplefilter("always")
         try:
             replay = RecordedStep(forward, inputs[0])
-            agrees = all(torch.equal(forward(*some), replay(*some)) for some in inputs)
+            agrees = all(torch.equal(forward(*some), replay(*some)) for some in inputs[1:])
         except Exception as error:  # noqa: BLE001 - a model that cannot be recorded can still run
             _warn(str(error))
             return forward
