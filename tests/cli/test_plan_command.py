@@ -184,7 +184,7 @@ def test_explain_tells_limits_places_and_assumptions(capsys):
     assert "of the cost model are defaults, never measured" in out
     brief = told(capsys, CLUSTER, WORKLOAD, "--budget", "80")
     assert "one more node of h800" in brief
-    assert "bound 9" not in brief
+    assert "max_staleness = 9" not in brief
 
 
 @pytest.mark.full

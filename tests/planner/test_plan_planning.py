@@ -174,7 +174,7 @@ def test_taking_turns_on_the_same_cards_is_no_slower_than_idling_and_needs_less(
 def test_what_a_bound_of_1_brings_is_told_by_plans_that_do_not_take_turns():
     waits = dataclasses.replace(SEVEN, bound=0)
     base, other = plan(HEX, waits), plan(HEX, dataclasses.replace(SEVEN, bound=1))
-    (told,) = [line for line in what_would_help(HEX, waits, base) if line.startswith("bound 1")]
+    (told,) = [line for line in what_would_help(HEX, waits, base) if line.startswith("max_staleness = 1:")]
     rate = f"≈{round(other.step.tokens_per_s, -3):,.0f}"  # two digits, as nothing was measured
     assert f"{rate} tokens/s at {other.step.price_per_h:,.2f} $/h" in told
 
@@ -242,7 +242,7 @@ def test_at_a_throughput_a_further_node_is_told_by_what_it_saves():
     saving = 1 - grown.step.price_per_h / cheap.step.price_per_h
     told = "nothing" if saving <= 1e-3 else f"{-saving:.1%} of the price, {grown.step.price_per_h:,.2f} $/h"
     assert f"one more node of h800: {told}" in lines
-    assert any(line.startswith("bound 9") for line in lines)
+    assert any(line.startswith("max_staleness = 9:") for line in lines)
 
 
 def test_a_cheaper_plan_that_is_almost_as_fast_is_told_with_the_budget_that_gives_it():
@@ -264,8 +264,9 @@ def test_free_machines_that_stay_idle_and_prices_of_the_catalogue_are_told(tmp_p
     file.write_text(f"{mine}{rented}[links]\nbetween_nodes = 5.0\nbetween_classes = 0.01\n")
     inventory = load_inventory(file)
     idle, prices = remarks_on(inventory, SEVEN, plan(inventory, SEVEN))
-    assert idle == "Idle: 2 nodes of mine, though free: no plan with more of them is faster, or as fast for less."
-    assert prices.startswith("Prices: the catalogue's, in $/h a card: h100 4.45; set price in")
+    better = "no plan that uses more of them is faster, or as fast for less money."
+    assert idle == f"Idle: 2 nodes of mine, although they cost nothing: {better}"
+    assert prices.startswith("Prices: from the catalogue, in $/h per card: h100 4.45; set price in")
 
 
 def test_a_class_of_one_node_is_planned_and_its_second_node_is_left_unknown():
@@ -299,7 +300,7 @@ def test_a_fleet_without_a_plan_is_named_on_the_page_and_nothing_is_fetched():
     page = frontier_page("7B <b>", [Point(10, 100), Point(5, 60)], {"h800": [Point(9, 50)], "l4": []})
     assert "7B &lt;b&gt;" in page
     assert page.count(" tokens/s at ") == 3
-    assert "No plan: l4 alone." in page
+    assert "No plan exists for: l4 alone." in page
     assert not any(word in page for word in ("<script", "http:", "https:", "<link", "@import"))
 
 

@@ -113,10 +113,10 @@ class Staleness:
 
 @dataclass(frozen=True)
 class Placement:
-    """Times on the chosen nodes and links, beside the times over the best links that were assumed before."""
+    """Effect of choosing nodes: times assumed before (over the best links), lags over the chosen links, and the gap."""
 
     assumed_step_s: float
-    """Time of the gang's step over the best links; on the chosen nodes it is `training.step_s`."""
+    """Seconds of the gang's step over the best links. On the chosen nodes it takes `training.step_s`."""
     assumed_lags_s: Mapping[str, float]
     """Seconds from a version's publication until all nodes of a class have it, over the best links; by rollout
     class."""

@@ -34,7 +34,8 @@ from offbeat.planner.solve.view import MICRO
 MAX_ROUNDS = 3
 """Largest number of times that the problem is solved again because the chosen nodes are slower than assumed."""
 TOLERANCE = 0.02
-"""Relative accuracy of the cost model: chosen nodes may be slower than assumed by this share."""
+"""Relative accuracy of the cost model. In the search for the fastest plan, the problem is solved again only if the
+chosen nodes lengthen the period by more than this share."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,11 @@ def rounds(placer: Placer, first: Result, solve: Solve, by: float = TOLERANCE) -
     """Chooses nodes for the solution `first`. As long as the chosen nodes are slower than assumed, solves the problem
     again with their times. Returns all solutions, each with its nodes.
 
-    Columns (candidate gangs and replica shapes) assume the best links. The chosen nodes may lengthen the period by more
-    than the share `by`. The problem then gets their step time and lags (times until a class has a new version). Every
-    other gang with a shorter period gets its step time on the best nodes for it. Times only grow, so the first lower
-    bound always holds."""
+    Columns (candidate gangs and replica shapes) assume the best links. If the chosen nodes lengthen the period by more
+    than the share `by`, the next round assumes their step time and their lags (times until a class has a new version).
+    If links were measured, it also assumes, for every gang with a shorter period than these nodes have, the step time
+    on the best nodes for that gang. Times only grow from round to round, so the lower bound of the first round always
+    holds."""
     problem, result, found = placer.problem, first, list[Round]()
     while result.solution is not None:
         placing = placer.place(result.solution)
@@ -102,7 +104,7 @@ def plan(
     cheapest plan with that throughput. `constants` are those of the cost model (None: the defaults). If no plan exists,
     raises a `UserError` with the reason and a remedy."""
     if budget is not None and not (0 <= budget < math.inf):
-        raise UserError(f"budget is {budget:g}; it must be a finite number, and 0 allows what costs nothing")
+        raise UserError(f"budget is {budget:g}; it must be a finite number, 0 or more (0: only machines that are free)")
     if throughput is not None and not (0 < throughput < math.inf):
         raise UserError(f"throughput is {throughput:g}; it must be a finite number above 0")
     constants = constants or Constants()
@@ -134,7 +136,7 @@ def _best_placed(placer: Placer, first: Result, solve: Solve, throughput: float 
     kept = [each for each in found if each.placing.tau_s <= each.solution.tau_s * (1 + ROUNDING)]
     if not kept:
         most = placer.problem.demand.tokens / min(each.placing.tau_s for each in found)
-        makes = f"over the links between their nodes, the plans found make at most {most:,.0f} tokens/s"
+        makes = f"the plans found reach at most {most:,.0f} tokens/s over the links between the nodes chosen for them"
         raise UserError(f"no plan: {makes}; ask for that throughput or less")
     return min(kept, key=lambda each: each.price_per_h)
 
@@ -147,7 +149,10 @@ def _why_none(
     in_turn: PlanningProblem | None,
 ) -> str:
     lines = infeasible_because(problem, budget, throughput, in_turn)
-    why = "; ".join(lines[:2]) or "unknown: the solver ran out of time before it found or ruled out a plan"
+    why = "; ".join(lines[:2]) or (
+        "unknown: the solver ran out of time before it found a plan or proved that there is none; try again with fewer "
+        "classes of nodes"
+    )
     return f"{why} ({result.note})" if result.note else why
 
 
@@ -281,8 +286,8 @@ def _staleness(workload: Workload, problem: PlanningProblem, solution: Solution)
 def _assumptions(inventory: Inventory, workload: Workload, constants: Constants) -> tuple[str, ...]:
     answer = workload.answer
     lines = [
-        f"answers: {answer.mean:,.0f} tokens on average, {answer.tail:,.0f} at the quantile that must fit the age "
-        f"window, {answer.longest:,.0f} at most",
+        f"answers: {answer.mean:,.0f} tokens on average, {answer.longest:,.0f} at most; answers of up to "
+        f"{answer.tail:,.0f} tokens must end in time to be trained on within the staleness bound",
         f"waste: {workload.waste_share:.0%} of what is generated is not trained on",
     ]
     for name in sorted({machines.accelerator.name for machines in inventory.classes.values()}):

@@ -44,9 +44,9 @@ class RolloutColumn:
     """Seconds from a version's publication until this class has it, by the class that publishes; a missing class means
     0. `Demand.lag_s` is added to it."""
     lag_over_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Like `lag_s`, but for versions that a third class relays: by publishing class, then by relaying class. Holds only
-    lags shorter than the direct one. A class relays only if the plan uses its nodes. Used only with a staleness bound
-    above 0."""
+    """Same as `lag_s`, if a third class relays the version. Keys are the publishing class, then the relaying class.
+    Holds only lags shorter than the direct one. A class relays only if the plan uses its nodes. Used only with a
+    staleness bound above 0."""
     room_bytes: float | None = None
     """Bytes left on each card for the gang's training state, for replicas on the gang's own nodes (only with staleness
     bound 0). None for replicas on other nodes."""
@@ -112,10 +112,10 @@ class Demand:
     """Length in tokens of a long answer that must end within the age window; 0: no age window.
 
     The age window is the time in which an answer must end, so that the staleness bound still allows training on it.
-    Step k starts after k periods and publishes version k + 1 after `Gang.period_s`. After the lag, replicas start
-    answers with that version for one period. Step k + 1 + `bound` is the last that may train on these answers. The
-    first of these answers therefore has `bound` + 1 periods, less the gang's period and the lag; the last answer has
-    one period less. The age window is the time of the first answer, less `age_guard` periods."""
+    Step k starts k periods after the first step and takes `Gang.period_s`. Then it publishes version k + 1, which
+    replicas have one lag later. For one period they start answers with that version. Step k + 1 + `bound` is the last
+    that may train on these answers. The first of them therefore has `bound` + 1 periods, less the gang's period and the
+    lag; the last has one period less. The age window is the time of the first, less `age_guard` periods."""
     age_guard: float = 0.5
     """Periods taken off the age window. 1 guarantees the staleness bound for every answer of `tail_tokens` tokens, 1/2
     only for the average answer of that length."""

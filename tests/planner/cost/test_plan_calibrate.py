@@ -128,8 +128,8 @@ def test_training_holds_out_the_largest_gang():
     [
         (decodes(figures=replace(TRUE, kv_read_share=0.3)), "no answers were preempted"),
         ([one for one in decodes() if one.context == 512], "3 or more different values of context, not 1"),
-        (trainings()[:1], "measure at least two numbers of either"),
-        ([replace(one, seconds=one.seconds / 5) for one in trainings()], "times as fast as the card can be"),
+        (trainings()[:1], "measure two or more sizes or numbers of tokens"),
+        ([replace(one, seconds=one.seconds / 5) for one in trainings()], "times the peak"),
         ([replace(one, accelerator="cart") for one in trainings()], "did you mean 'card'?"),
     ],
 )

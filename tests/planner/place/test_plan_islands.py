@@ -60,7 +60,7 @@ def test_stages_of_different_classes_stand_in_the_gangs_order_with_a_tensor_para
     fabric = fabric_of(cluster({"a": 2, "b": 1}))
     stages = lay_gang(fabric, gang({"b": 1, "a": 2}, tp=4, pp=2, dp=2, layers=(8, 20)), ["a-0", "a-1", "b-0"])
     assert stages == ((Group("b-0", 0, 4), Group("b-0", 4, 4)), (Group("a-0", 0, 8), Group("a-1", 0, 8)))
-    with pytest.raises(UserError, match="16 cards of a do not make 3 groups inside nodes"):
+    with pytest.raises(UserError, match="16 cards of a cannot be divided into 3 equal groups, each inside one node"):
         lay_gang(fabric, gang({"a": 2, "b": 1}, tp=4, pp=2, dp=3), ["a-0", "a-1", "b-0"])
 
 

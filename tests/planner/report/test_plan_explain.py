@@ -9,8 +9,8 @@ from offbeat.planner.solve.search import fastest
 
 def test_the_in_flight_cap_binds_and_another_node_of_b_brings_nothing():
     gains = {gain.name: gain for gain in explain(golden(), fastest(golden()))}
-    assert f"{120_000 / 34:,.0f} tokens/s" in gains["no in-flight cap"].line
-    assert gains["bound 3"].line.startswith("bound 3: +16.2%")
+    assert f"{120_000 / 34:,.0f} tokens/s" in gains["no limit on trajectories in flight"].line
+    assert gains["max_staleness = 3"].line.startswith("max_staleness = 3: +16.2%")
     assert gains["one more node of B"].line == "one more node of B: nothing"
 
 
@@ -27,14 +27,14 @@ def test_too_small_a_budget_is_told_with_the_least_that_suffices():
 def test_too_high_a_throughput_is_told_with_the_most_there_is():
     lines = infeasible_because(golden(), throughput=3_400.0)
     assert lines[0] == "throughput: 3,038 tokens/s is the most; ask for that or less"
-    assert any(line.startswith("staleness: bound 3 would do") for line in lines)
+    assert any(line.startswith("staleness: max_staleness = 3 would allow a plan") for line in lines)
 
 
 def test_an_age_window_that_is_too_short_is_told():
     strict = golden(age_guard=1.0, tail_tokens=6_000.0)  # 34 s of training and 60 s of tail fit 2 periods of 47 s
     lines = infeasible_because(strict, throughput=3_000.0)
     assert lines[0].startswith(f"throughput: {120_000 / 47:,.0f} tokens/s is the most")
-    assert any(line.startswith("age window: none") for line in lines)
+    assert any(line.startswith("age window: no deadline for long answers would allow a plan") for line in lines)
     assert all("\n" not in line for line in lines)
 
 

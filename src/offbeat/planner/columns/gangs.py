@@ -290,8 +290,8 @@ def _key(inventory: Inventory, *classes: MachineClass) -> tuple[object, ...]:
 
 
 def over_links(gang: Gang, inventory: Inventory, workload: Workload, constants: Constants) -> Gang:
-    """Returns `gang` with its step time computed anew for the links of `inventory`, which may be others than those that
-    it was built with. Its parallelism stays."""
+    """Returns `gang` with its step time computed again, for the links of `inventory`. Its parallelism does not
+    change."""
     parts = tuple((inventory.classes[name], num_nodes) for name, num_nodes in gang.nodes.items())
     if len(parts) == 1:
         same = _alone_on(*parts[0], inventory, workload, constants)

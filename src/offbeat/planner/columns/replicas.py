@@ -166,5 +166,5 @@ def _too_large(inventory: Inventory, workload: Workload, constants: Constants) -
     return (
         f"model {workload.model.name}: no class of machines has enough memory to generate with it; class {least} has "
         f"{inventory.classes[least].accelerator.memory_bytes / 1e9:.1f} GB per accelerator and would need "
-        f"{needs[least] / 1e9:.1f} GB"
+        f"{needs[least] / 1e9:.1f} GB; add a class with more memory"
     )

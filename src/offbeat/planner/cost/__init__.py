@@ -1,1 +1,1 @@
-"""The cost model: times and memory of machine shapes, as functions in SI units without any search."""
+"""The cost model: functions that predict the times and the memory of training gangs and replicas, in SI units."""

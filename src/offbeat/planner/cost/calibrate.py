@@ -1,9 +1,9 @@
 """Fits the constants of the cost model to measurements, and computes the error on held-out measurements.
 
 The fit is a non-negative least-squares fit of relative errors. To compute the error, all measurements of one size are
-left out of a fit at once, because neighbours would predict a single point. The size is the batch size or the context
-(decode), the number of tokens (prefill), or the number of bytes (link). For training, the largest gang is left out or,
-if all gangs have the same size, the largest number of tokens.
+left out of a fit together, because a single one would be easy to predict from the others of its size. The size is the
+batch size or the context (decode), the number of tokens (prefill), or the number of bytes (link). For training, the
+largest gang is left out or, if all gangs have the same size, the largest number of tokens.
 
 A file of measurements has one JSON object per line: `kind` and the fields of `Measurement`, or the kind `machine` and
 the fields of `MeasuredMachine`. Accelerators of the catalogue need no `machine` line.
@@ -235,7 +235,8 @@ def fit(
 
 
 def fit_file(measured: Measured, model: ModelShape) -> Constants:
-    """Fits the constants of every accelerator in a file; the result is keyed by their names in cluster files."""
+    """Returns constants fitted to the measurements of every accelerator in a file. They are keyed by the name in the
+    catalogue or, for an accelerator with a `machine` line, by the name in that line."""
     constants = Constants()
     for name in dict.fromkeys(one.accelerator for one in measured.measurements):
         card, machine = measured.card(name), measured.machines.get(name)
@@ -316,7 +317,7 @@ def _fit_train(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
     largest = max(map(size, rows))
     smaller = [one for one in rows if size(one) < largest]
     if not smaller:
-        why = "measure at least two numbers of either, so that one can be held out"
+        why = "measure two or more sizes or numbers of tokens, so that one can be held out"
         raise UserError(f"train on {card.name}: all gangs have the same size and the same number of tokens; {why}")
     folds = [(smaller, [one for one in rows if size(one) == largest])]
     (slope,) = _solve(rows, terms).weights
@@ -385,7 +386,8 @@ def _check_kv_share(share: float, least: float, card: Accelerator) -> None:
 
 
 def _share(slope: float, name: str, card: Accelerator) -> float:
-    """Returns the reached share of a card's peak: 1 / `slope`, which is measured seconds over seconds at the peak."""
+    """Returns the reached share of a card's peak speed: 1 / `slope`, where `slope` is the measured time divided by the
+    time at peak speed. `name` names the fitted constant in errors."""
     if not slope > 0:
         raise UserError(f"the measurements on {card.name} do not determine {name}; measure a wider range of sizes")
     return float(1 / slope)
@@ -394,7 +396,7 @@ def _share(slope: float, name: str, card: Accelerator) -> float:
 def _below_peak(share: float, kind: str, card: Accelerator) -> float:
     if share > MAX_SHARE:
         raise UserError(
-            f"{kind} on {card.name}: was measured {share:.2f} times as fast as the card can be (at most {MAX_SHARE:g} "
-            f"is accepted); check {'the rate of its link' if kind == 'link' else 'its name and --model'}"
+            f"{kind} on {card.name}: the measured speed is {share:.2f} times the peak (accepted up to {MAX_SHARE:g}); "
+            f"check {'the given rate of the link' if kind == 'link' else 'the name of the accelerator and --model'}"
         )
     return min(1.0, share)

@@ -1,4 +1,4 @@
-"""Constants of the cost model: efficiencies, overheads and exposed shares of communication, each with its source.
+"""Constants of the cost model, such as efficiencies and overheads, each with its source.
 
 A constant is *fitted* (measured on that accelerator), from the *catalogue* (published for its kind) or a *default* (a
 guess, right within a factor of about 1.5). `Constants.source` shows which numbers of a plan are guesses.
@@ -53,7 +53,7 @@ class Efficiencies:
     dp_exposed_share: float = 0.50
     """Share of the time of exchanging gradients and sharded weights that arithmetic does not hide."""
     memory_share: float = 0.88
-    """Share of the memory available for weights, caches and activations; the runtime takes the rest."""
+    """Share of a card's memory that weights, caches and activations may use; the runtime takes the rest."""
     swap_s: float = 0.2
     """Time to switch an engine between two sets of weights in memory."""
 
@@ -141,7 +141,7 @@ def _figures(path: Path, where: str, table: Any) -> dict[str, float]:
             raise UserError(f"{path}: {where}.{name}: unknown constant; {suggest(name, NAMES)}")
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not _is_allowed(name, value):
-            share = f"a share above 0, up to {_largest(name):g}"
+            share = f"a share above 0, up to {_largest(name):g} (only an exposed share may be 0)"
             allowed = share if name.endswith("_share") else "a number of seconds, 0 or more"
             raise UserError(f"{path}: {where}.{name} is {value!r}; it must be {allowed}")
     return {name: float(value) for name, value in table.items()}

@@ -90,8 +90,8 @@ def drain_s(workload: Workload, token_s: float) -> float:
 def update_s(
     workload: Workload, card: Accelerator, figures: Efficiencies, tp: int, rows: float, token_s: float
 ) -> float:
-    """Seconds of generation that a replica loses at a new version because its KV cache is of old weights. Depends on
-    the KV policy: `refill_s` for refill, `drain_s` for finish, 0 for stale."""
+    """Seconds of generation that a replica loses at a new version because its KV cache was computed with old weights.
+    Depends on the KV policy: `refill_s` for refill, `drain_s` for finish, 0 for stale."""
     if workload.kv is KvPolicy.REFILL:
         return refill_s(workload, card, figures, tp, rows)
     return drain_s(workload, token_s) if workload.kv is KvPolicy.FINISH else 0.0

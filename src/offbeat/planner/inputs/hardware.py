@@ -81,8 +81,8 @@ class Inventory:
     links: Mapping[frozenset[str], Link] = field(default_factory=dict)
     """Links by the names of the two classes; a set of one name is the link between two nodes of that class."""
     default_links: Mapping[str, Link] = field(default_factory=dict)
-    """Links for machines that are added later, keyed by `nodes` (between nodes of a class), `classes` (in one zone) or
-    `zones`."""
+    """Links for machines that are added later, keyed by `nodes` (between nodes of a class), `classes` (between classes
+    in one zone) or `zones` (between zones)."""
     assumptions: tuple[str, ...] = ()
     """Assumptions behind the inventory, one sentence each."""
     measured: Mapping[frozenset[str], float] = field(default_factory=dict)

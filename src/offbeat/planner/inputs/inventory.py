@@ -144,7 +144,7 @@ def _measured(
     for one, other in itertools.combinations(rows, 2):
         if rows[one][other] != rows[other][one]:
             slow = min(rows[one][other], rows[other][one])
-            assumptions.append(f"{one} and {other}: measured differently each way, {slow:g} GB/s counts both ways")
+            assumptions.append(f"{one} and {other}: the slower direction, {slow:g} GB/s, counts for both directions")
     return {frozenset((one, other)): min(rows[one][other], rows[other][one]) for one in rows for other in rows}
 
 
@@ -184,7 +184,7 @@ def _check_square(where: str, rows: Rows, classes: Mapping[str, MachineClass]) -
 def _missing(one: str, other: str, kind: str, origin: ValueOrigin) -> UserError:
     remedy = f"links.between_{kind}, or [[links.pair]] with between = {show([one, other])} and gb_s"
     who = f"two nodes of {one}" if one == other else f"{one} and {other}"
-    return UserError(f"{origin.before(('links',))}nothing says how fast {who} reach each other; add {remedy}")
+    return UserError(f"{origin.before(('links',))}the rate between {who} is not given; add {remedy}")
 
 
 def _check(key: Pair, link: Link, classes: Mapping[str, MachineClass], kind: str, origin: ValueOrigin) -> None:
@@ -219,8 +219,8 @@ SANE: dict[str, tuple[float, float, str, str]] = {
     "link_gb_s": (1, 4_000, "TB/s", "MB/s"),
     "host_gb_s": (1, 1_000, "TB/s", "MB/s"),
 }
-"""For each key, the smallest and largest accepted number, then the unit that was likely meant if the number is smaller,
-and if it is larger. The upper limits will have to rise with new hardware."""
+"""For each key, the smallest and the largest accepted number, then two units: the one that was likely meant if a number
+is too small, and the one if it is too large. The upper limits will have to rise with new hardware."""
 CPU = "cpu"
 CPU_SANE = SANE | {"tflops": (0.001, 100, "PFLOPS", "GFLOPS"), "bandwidth_tb_s": (0.001, 5, "PB/s", "GB/s")}
 """Accepted ranges for the class `cpu`: processors without an accelerator, as calibration names them."""
@@ -253,7 +253,7 @@ EXAMPLE = 'classes.h100 = {accelerator = "h100-sxm", nodes = 2, per_node = 8} an
 
 
 def _refusal(data: Mapping[str, Any]) -> str:
-    """Says why a file cannot be a cluster's; "" if it can."""
+    """Returns why a file cannot describe a cluster; "" if it can."""
     if "model" in data and "classes" not in data:
         return "describes a workload; give the cluster's file first, as in offbeat plan CLUSTER.toml WORKLOAD.toml"
     return f"classes is missing; name your machines, for example {EXAMPLE}" if set(data) <= {"links"} else ""
@@ -319,14 +319,14 @@ def _price(name: str, table: ClassTable, card: Accelerator, origin: ValueOrigin,
             raise UserError(f"{origin.before(place)}{what}; {each}")
         return table.price
     if table.owned:
-        assumptions.append(f"{name}: owned, so it counts as free; set classes.{name}.price to count a price")
+        assumptions.append(f"{name}: owned, so its price counts as 0; set classes.{name}.price to count a price")
         return 0.0
     if card.price_per_h is None:
         known = f"has no price for {card.name}" if table.accelerator else "does not have this accelerator"
         what = f"{origin.before(place)}classes.{name}.price is missing"
         raise UserError(f"{what}, and the catalogue {known}; give $/h per accelerator, or owned = true")
     low, high = hardware.entry(card.name).price_range or (card.price_per_h, card.price_per_h)
-    span = f", the middle of {low:g} to {high:g}" if low < high else ""
+    span = f", the geometric mean of {low:g} and {high:g}" if low < high else ""
     assumptions.append(f"{name}: ${card.price_per_h:g}/h per accelerator from the catalogue{span}")
     return card.price_per_h
 

@@ -46,7 +46,7 @@ def _added(inventory: Inventory, name: str, num_nodes: int) -> Inventory:
     total = machines.num_nodes + num_nodes
     if total > 1 and frozenset((found,)) not in inventory.links:
         remedy = f"links.between_nodes or classes.{found}.between_nodes in the cluster's file"
-        raise UserError(f"add {name}: nothing says how fast two nodes of {found} reach each other; give {remedy}")
+        raise UserError(f"add {name}: the rate between two nodes of {found} is not given; add {remedy}")
     return _with(inventory, dataclasses.replace(machines, num_nodes=total))
 
 
@@ -103,6 +103,6 @@ def _with_new_class(inventory: Inventory, name: str, num_nodes: int) -> Inventor
     links.update({frozenset((name, other)): inventory.default_links["classes"] for other in inventory.classes})
     if "nodes" in inventory.default_links:
         links[frozenset((name,))] = inventory.default_links["nodes"]
-    assumption = f"{name}: a new class, {PER_NODE} in a node, ${card.price_per_h:g}/h and links by the file's defaults"
+    assumption = f"{name}: a new class, {PER_NODE} per node, ${card.price_per_h:g}/h each; links by the file's defaults"
     grown = dataclasses.replace(inventory, links=links, assumptions=(*inventory.assumptions, assumption))
     return _with(grown, new)

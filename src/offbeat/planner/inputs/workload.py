@@ -58,8 +58,8 @@ class LengthStatistics:
     mean: float
     mean_square: float
     tail: float
-    """Length, a quantile, up to which answers must end early enough to be trained on within the staleness bound. Longer
-    answers continue over several versions."""
+    """A quantile of the lengths. Answers up to this length must end early enough to be trained on within the staleness
+    bound; longer answers continue over several versions."""
     tail_share: float
     """Share of answers longer than `tail`; 0 if `tail` is the cap on lengths."""
     longest: float

@@ -36,7 +36,7 @@ Stages = tuple[tuple[Group, ...], ...]
 
 
 def pack(sizes: Mapping[str, int], counts: Mapping[str, int], nodes: Sequence[Node]) -> list[Placed] | None:
-    """Places each replica on the first node with room for it, the largest first; None if they do not all fit.
+    """Places replicas, the largest first, each on the first node with room for it; returns None if they do not all fit.
 
     `sizes` (cards per replica) and `counts` (number of replicas) are by column (replica shape). Sizes that are powers
     of two and divide a node leave no gaps."""
@@ -125,5 +125,6 @@ def _class_stage(fabric: NodeFabric, gang: Gang, offer: str, names: Sequence[str
     num_cards = sum(node.per_node for node in nodes)
     tp, rest = divmod(num_cards, gang.dp)
     if rest or not tp or any(node.per_node % tp for node in nodes):
-        raise UserError(f"gang {gang.name}: {num_cards} cards of {offer} do not make {gang.dp} groups inside nodes")
+        cannot = f"cannot be divided into {gang.dp} equal groups, each inside one node"
+        raise UserError(f"gang {gang.name}: {num_cards} cards of {offer} {cannot}")
     return tuple(Group(node.name, first, tp) for node in nodes for first in range(0, node.per_node, tp))

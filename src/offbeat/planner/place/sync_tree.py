@@ -7,8 +7,8 @@ lowest rate on its path from the root, the node that publishes.
 
 If nodes are interchangeable, the tree is built class by class: first the widest paths between classes (Prim), then one
 tree or two inside each class. If links between nodes were measured, the tree is built node by node and, if there are
-few nodes, improved by moving subtrees. No schedule is faster than bytes divided by the least max-flow from the root to
-a receiver (Edmonds).
+few nodes, improved by moving subtrees. No schedule takes less time than the version's bytes divided by the smallest
+max-flow from the root to a receiver (Edmonds).
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def _divided(limits: Mapping[str, float], total: float) -> dict[str, float]:
 def arrival_s(
     fabric: NodeFabric, senders: Senders, num_bytes: float, chunk_bytes: float = CHUNK_BYTES
 ) -> dict[str, float]:
-    """Seconds until each node has the whole version: all bytes at the lowest rate on the path from the root, and one
-    more chunk per hop."""
+    """Returns the seconds until each node has the whole version. This is the time for all bytes at the lowest rate on
+    the path from the root, plus the time for one chunk and the latency of each hop on that path."""
     rates = hop_rates(fabric, senders)
     least: dict[tuple[str, int], float] = {}
     """Rate in bytes/s, by node and share of chunks, at which the whole version would arrive if every share were as fast

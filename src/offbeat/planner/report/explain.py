@@ -45,11 +45,11 @@ def relaxations(problem: PlanningProblem, budget: float | None) -> Iterator[Rela
     for name, offer in problem.offers.items():
         offers = {**problem.offers, name: replace(offer, num_nodes=offer.num_nodes + 1)}
         yield Relaxation(f"one more node of {name}", replace(problem, offers=offers), budget)
-    yield Relaxation(f"bound {demand.bound + 1}", _demanding(problem, bound=demand.bound + 1), budget)
+    yield Relaxation(f"max_staleness = {demand.bound + 1}", _demanding(problem, bound=demand.bound + 1), budget)
     if demand.tail_tokens:
-        yield Relaxation("no age window", _demanding(problem, tail_tokens=0.0), budget)
+        yield Relaxation("no deadline for long answers", _demanding(problem, tail_tokens=0.0), budget)
     if demand.bound:
-        yield Relaxation("no in-flight cap", without_cap(problem), budget)
+        yield Relaxation("no limit on trajectories in flight", without_cap(problem), budget)
     if demand.reward_rate is not None:
         yield Relaxation("no limit on rewards", _demanding(problem, reward_rate=None), budget)
 
@@ -75,8 +75,9 @@ def explain(
     relaxed: Iterable[Relaxation] | None = None,
     rate: Callable[[float], str] = "{:,.0f}".format,
 ) -> list[Gain]:
-    """Returns the gain in tokens/s that each relaxation in `relaxed` (None: all) brings over the plan of `result`, the
-    largest first. `budget` ($/h) applies only if `relaxed` is None. `rate` writes tokens per second."""
+    """Returns the gain in tokens/s that each relaxation in `relaxed` (None: all of `relaxations`) brings over the plan
+    of `result`, the largest first. `budget` ($/h) applies only if `relaxed` is None. `rate` formats tokens per
+    second."""
     gains = []
     for each in relaxations(problem, budget) if relaxed is None else relaxed:
         other = fastest(each.problem, each.budget)
@@ -108,12 +109,13 @@ def infeasible_because(
     single change does; empty if there is a plan. `in_turn` is the same problem with staleness bound 0, where the same
     nodes may train and generate in turn (None: they may not)."""
     if not problem.gangs:
-        return ["hardware: no gang can train this model on these nodes; offer more nodes or more memory"]
+        return ["hardware: these nodes cannot train this model; offer more nodes, or cards with more memory"]
     if not problem.rollout:
-        return ["hardware: no node can hold a replica; offer cards with more memory"]
+        return ["hardware: no node has enough memory to generate with this model; offer cards with more memory"]
     best = fastest(problem, budget)
     if best.status is Status.UNKNOWN:
-        return ["unknown: the solver ran out of time before it found or ruled out a plan"]
+        why = "the solver ran out of time before it found a plan or proved that there is none"
+        return [f"unknown: {why}; try again with fewer classes of nodes"]
     if best.solution is not None and (throughput is None or best.tokens_per_s >= throughput * (1 - 1e-9)):
         return []
     lines = []
@@ -126,7 +128,8 @@ def infeasible_because(
     for each in _single_changes(problem):
         other = fastest(each.problem, budget)
         if other.solution is not None and (throughput is None or other.tokens_per_s >= throughput):
-            lines.append(f"{each.name} would do: {other.tokens_per_s:,.0f} tokens/s at {other.price_per_h:,.2f} $/h")
+            result = f"{other.tokens_per_s:,.0f} tokens/s at {other.price_per_h:,.2f} $/h"
+            lines.append(f"{each.name} would allow a plan: {result}")
     if not lines and in_turn is not None:
         other = fastest(in_turn, budget)
         if other.solution is not None and (throughput is None or other.tokens_per_s >= throughput):
@@ -135,7 +138,7 @@ def infeasible_because(
                 f"or set max_staleness = 0, with which nodes take turns: {other.tokens_per_s:,.0f} tokens/s at "
                 f"{other.price_per_h:,.2f} $/h"
             )
-    why = "no single change of budget, bound, age window or in-flight cap suffices; offer more nodes"
+    why = "no single change of budget, staleness bound or other limits allows a plan; offer more nodes"
     return lines or [f"hardware: {why}"]
 
 
@@ -153,20 +156,21 @@ def _least_price(problem: PlanningProblem) -> Result:
 def _single_changes(problem: PlanningProblem) -> Iterator[Relaxation]:
     demand = problem.demand
     for bound in (demand.bound + 1, demand.bound + 2, demand.bound + 4):
-        changed = Relaxation(f"staleness: bound {bound}", _demanding(problem, bound=bound), None)
+        changed = Relaxation(f"staleness: max_staleness = {bound}", _demanding(problem, bound=bound), None)
         if fastest(changed.problem).solution is not None:
             yield changed
             break
     if demand.tail_tokens:
-        yield Relaxation("age window: none", _demanding(problem, tail_tokens=0.0), None)
+        yield Relaxation("age window: no deadline for long answers", _demanding(problem, tail_tokens=0.0), None)
     if demand.bound:
-        yield Relaxation("in-flight cap: none", without_cap(problem), None)
+        yield Relaxation("in flight: no limit on trajectories in flight", without_cap(problem), None)
 
 
 TIGHT = 0.995
 """A constraint counts as binding if at least this share of its limit is used."""
 CROWDED = 0.9
-"""The cap on trajectories in flight counts as binding from this share on, because whole replicas rarely fill it."""
+"""The cap on trajectories in flight counts as binding if at least this share of it is used. It is lower than `TIGHT`,
+because numbers of replicas are whole and rarely fill the cap."""
 
 
 def price_per_million(price_per_h: float, tokens_per_s: float) -> float:
@@ -198,8 +202,9 @@ def why_generates(problem: PlanningProblem, offer: str) -> str:
 
 
 def why_trains(problem: PlanningProblem, gang: Gang, *, by_price: bool) -> str:
-    """Explains why `gang` trains: its seconds a step, then the fewest that up to three classes need alone. With
-    `by_price`, for a plan that is to be cheap, prices of a million trained tokens take their place."""
+    """Explains why `gang` trains: gives its seconds a step, then the seconds a step of the fastest gang on one class
+    alone, for up to three classes. With `by_price`, for a plan that is to be cheap, gives prices of a million trained
+    tokens instead of seconds."""
     figures: dict[str, float] = {}
     for other in problem.gangs:
         if len(other.nodes) == 1:
@@ -243,10 +248,10 @@ def limit(
         return "generation and training take turns, which limits it"
     in_flight = sum(columns[name].concurrency * count for name, count in solution.replicas.items())
     if in_flight >= CROWDED * (demand.bound * demand.trajectories - demand.queue):
-        return "the in-flight cap of the staleness bound limits it"
+        return "the staleness bound limits it, because it allows no more trajectories in flight"
     window_s = (demand.bound + 1 - demand.age_guard) * solution.tau_s - gang.period_s - demand.lag_s
     if any(demand.tail_tokens * column.token_s > window_s for column in problem.rollout):
-        return "the age window limits it: shapes with more in flight would finish long answers too late"
+        return "the staleness bound limits it: with more answers in flight, long ones would end too late for training"
     free = [
         offer.node_price_per_h
         for name, offer in problem.offers.items()

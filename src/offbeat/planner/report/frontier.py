@@ -21,8 +21,8 @@ from offbeat.planner.solve.search import fastest, frontier
 
 NUM_POINTS = 12
 COPIES = 5.0
-"""Number of copies of the weights that AReaL-Hex is taken to send over the link between training and rollout. Its
-published update times equal 4.2, 5.7 and 5.7 copies."""
+"""Number of copies of the weights that AReaL-Hex is assumed to send over the link between training and rollout for each
+version. Its published update times correspond to 4.2, 5.7 and 5.7 copies."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def frontier_page(
     also names the classes for which no plan exists. A frontier is the best throughput at each price."""
     lines = _lines(points, fleets, split)
     without = [name for name, (fleet, _) in lines.items() if not fleet]
-    missing = f"<p>No plan: {html.escape(', '.join(without))}.</p>" if without else ""
+    missing = f"<p>No plan exists for: {html.escape(', '.join(without))}.</p>" if without else ""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<style>{STYLE}</style></head><body><h1>{html.escape(title)}</h1>"

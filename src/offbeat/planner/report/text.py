@@ -33,7 +33,8 @@ UNFITTED_ERROR = 1.5
 SMALLER_BUDGETS = (0.9, 0.7)
 """Budgets that are tried for a cheaper plan, relative to the plan's price."""
 WORTH = 2.0
-"""A cheaper plan is worth a line if it saves at least this many times the share of the throughput that it loses."""
+"""A cheaper plan is shown only if the share of the price that it saves is at least this many times the share of the
+throughput that it loses."""
 
 
 def format_plan(
@@ -124,17 +125,18 @@ def _facts(plan: Plan) -> list[str]:
         lowest = f"no plan{within} has a step below {step.tau_lo_s:,.4g} s"
     else:
         lowest = f"no plan of this throughput costs less than {step.price_lo_per_h or 0.0:,.2f} $/h"
-    word = f"; on the solver's word alone for {len(proof.by_solver)} of the gangs" if proof.by_solver else ""
+    word = f"; for {len(proof.by_solver)} of the gangs only the solver's word proves it" if proof.by_solver else ""
     error = f"not fitted, so rates (≈) may be wrong by a factor of about {UNFITTED_ERROR:g}"
     if proof.held_out_error is not None:
         error = f"off by {proof.held_out_error:.1%} on held-out measurements"
     cap = f"{age.in_flight:,} of {age.in_flight_cap:,} trajectories in flight"
+    when = "during" if age.bound else "before"
     facts = [
         f"Gap: {proof.gap:.2%} by {proof.solver}: {lowest}{word}.",
         f"Cost model: {proof.cost_model}; {error}.",
         f"Staleness: {age.mean_age:.2g} expected on average, {age.bound} at most; {cap}.",
-        f"Weights: {plan.sync.num_bytes / 1e9:,.3g} GB reach every replica in {plan.sync.seconds:,.3g} s "
-        f"{'beside' if age.bound else 'before'} generation; no way takes less than {plan.sync.lower_bound_s:,.3g} s.",
+        f"Weights: {plan.sync.num_bytes / 1e9:,.3g} GB reach every replica in {plan.sync.seconds:,.3g} s {when} "
+        f"generation; no schedule takes less than {plan.sync.lower_bound_s:,.3g} s.",
     ]
     if placed := _placement(plan):
         facts.insert(1, placed)
@@ -171,16 +173,16 @@ def remarks_on(inventory: Inventory, workload: Workload, plan: Plan, constants: 
     for name, machines in inventory.classes.items():
         num_idle = machines.num_nodes - plan.rent.get(name, 0)
         if num_idle and not machines.price_per_h and plan.step.price_per_h:
-            better = "cheaper" if plan.throughput is not None else "faster, or as fast for less"
+            better = "cheaper" if plan.throughput is not None else "faster, or as fast for less money"
             nodes = f"{num_idle} {'node' if num_idle == 1 else 'nodes'} of {name}"
-            remarks.append(f"Idle: {nodes}, though free: no plan with more of them is {better}.")
+            remarks.append(f"Idle: {nodes}, although they cost nothing: no plan that uses more of them is {better}.")
     listed = [
         f"{name} {machines.price_per_h:g}"
         for name, machines in inventory.classes.items()
         if machines.has_catalogue_price
     ]
     if listed:
-        what = f"the catalogue's, in $/h a card: {', '.join(listed)}"
+        what = f"from the catalogue, in $/h per card: {', '.join(listed)}"
         remarks.append(f"Prices: {what}; set price in [classes.NAME] to count what you pay.")
     return remarks
 
@@ -241,7 +243,8 @@ def what_would_help(
     known_names = {each.name.removeprefix(NODE) for each in relaxed}
     unknown = [name for name in inventory.classes if name not in known_names]
     lines = [each.line for each in found]
-    return [*lines, *(f"{NODE}{name}: unknown, the file has no link between two of its nodes" for name in unknown)]
+    why = "unknown, because the rate between two of its nodes is not given; set links.between_nodes"
+    return [*lines, *(f"{NODE}{name}: {why}" for name in unknown)]
 
 
 def _more_nodes(

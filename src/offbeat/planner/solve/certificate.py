@@ -1,8 +1,9 @@
-"""The proof of a plan: no plan has a shorter period, or a lower price.
+"""The proof that comes with a plan: no plan has a period, or a price, below a stated bound.
 
 For every training gang that is fast enough for a better plan, the certificate holds dual prices (see `bounds`). They
-show by plain arithmetic that the gang has no such plan. Nodes and replicas are whole numbers, so dual prices cannot
-rule out every gang. The gangs that only the solver ruled out are listed in `by_solver`.
+show by plain arithmetic that no better plan uses this gang. Dual prices come from a relaxation in which numbers of
+nodes and replicas may be fractions, so they cannot rule out every gang. `by_solver` lists the gangs that only the
+integer program ruled out.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Certificate:
 
 
 OLD = {"spare_replicas": 0}
-"""Removed fields of problems with their last values; they stay in the hash so that older plans can be verified."""
+"""Fields that `PlanningProblem` no longer has, with their last values. They stay in the hash so that older plans can be
+verified."""
 
 
 def digest(problem: PlanningProblem) -> str:

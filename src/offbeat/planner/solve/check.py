@@ -1,8 +1,8 @@
 """Checks a plan and its certificate without a solver, in exact arithmetic.
 
 The checker shares no code with the integer program or its bounds: numbers are fractions, counts are integers, and money
-is in whole millionths of a dollar. The dual prices of a certificate must rule out every training gang that it does not
-list as ruled out by the solver alone.
+is in whole millionths of a dollar. The dual prices of a certificate must rule out every training gang, except those
+that the certificate lists as ruled out by the solver alone.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def _gang_row(problem: PlanningProblem, gang: Gang, tau: Fraction) -> list[str]:
         broken.append(f"gang: {gang.name} takes {gang.period_s:g} s, more than the period of {float(tau):g} s")
     if demand.reward_rate is not None and demand.trajectories > Fraction(demand.reward_rate) * tau:
         rate = f"{demand.reward_rate:g} trajectories/s"
-        broken.append(f"reward: {rate} are too few for {demand.trajectories} in a period of {float(tau):g} s")
+        wanted = f"score {demand.trajectories} in a period of {float(tau):g} s"
+        broken.append(f"reward: {rate} are too few to {wanted}")
     return broken
 
 
@@ -114,7 +115,8 @@ def _hardware_rows(problem: PlanningProblem, gang: Gang, solution: Solution, use
 def _memory_rows(gang: Gang, used: Used) -> list[str]:
     """Returns a line for each replica shape whose cards have too little memory left for the gang's training state."""
     return [
-        f"memory: {column.name} leaves {column.room_bytes / 1e9:g} GB a card, but the gang keeps {kept / 1e9:g} GB"
+        f"memory: {column.name} leaves {column.room_bytes / 1e9:g} GB of each card free, but the gang's training state "
+        f"needs {kept / 1e9:g} GB there"
         for column, _ in used
         if column.room_bytes is not None and (kept := gang.kept_bytes.get(column.offer, 0.0)) > column.room_bytes
     ]
@@ -153,8 +155,8 @@ def _age_rows(problem: PlanningProblem, gang: Gang, tau: Fraction, used: Used) -
             window = tau - _lost_s(problem, gang, column)
         tail = Fraction(demand.tail_tokens) * Fraction(column.token_s)
         if tail > window:
-            takes = f"takes {float(tail):g} s for {demand.tail_tokens:g} tokens, but only {float(window):g} s are left"
-            broken.append(f"age window: {column.name} {takes}")
+            takes = f"takes {float(tail):g} s for an answer of {demand.tail_tokens:g} tokens"
+            broken.append(f"age window: {column.name} {takes}, but only {float(window):g} s are allowed for it")
     return broken
 
 
@@ -183,7 +185,7 @@ def _certificate_rows(problem: PlanningProblem, solution: Solution, certificate:
         period = f"the plan's period of {solution.tau_s:g} s"
         broken.append(f"certificate: {period} is above the bound of {certificate.tau_lo_s:g} s by more than the gap")
     left = unproven(problem, certificate) - {*certificate.by_solver}
-    return broken + [f"certificate: its proof does not rule out gang {name}" for name in left]
+    return broken + [f"certificate: its proof does not rule out a better plan with gang {name}" for name in left]
 
 
 def unproven(problem: PlanningProblem, certificate: Certificate) -> set[str]:
@@ -225,9 +227,9 @@ quick."""
 
 def _ladders(problem: PlanningProblem, gang: Gang, tau: Fraction, nu: Fraction, lam: Fraction) -> _Ladders:
     """Returns the highest worth of an accelerator of each place, by the time allowed for a long answer. `nu` is the
-    price of a token, `lam` the price of a trajectory in flight. With staleness bound 0, columns whose long answers are
-    too late with this gang are left out. With a larger bound, the result is the same for all gangs with the same
-    publishing class."""
+    price of a token, `lam` the price of a trajectory in flight. With staleness bound 0, columns are left out if with
+    this gang their long answers end too late or their cards have too little memory. With a larger bound, the result is
+    the same for all gangs with the same publishing class."""
     values: dict[_Place, list[tuple[Fraction, Fraction]]] = {}
     for column in problem.rollout:
         needed = Fraction(0)

@@ -99,8 +99,8 @@ def quiet_stdout() -> Iterator[None]:
 
 
 TIGHTER = 1e-6
-"""If the solver's plan misses the demand for tokens by less than its tolerance, the program is solved a second time.
-The demand is then raised by this part of the tokens of one replica."""
+"""Increase of the demand for tokens if the program is solved a second time, in units of the tokens of one replica. This
+happens if the first plan fails the exact check (`holds`), because the solver allows small violations."""
 
 
 class Aim(StrEnum):
@@ -178,9 +178,9 @@ def solve(
     among: Ints | None = None,
 ) -> SolverOutcome:
     """Returns the best plan by `aim` at this period, with one of `gangs` and for at most `budget` (millionths of $/h,
-    including the reward pool; None: any price). `solver` runs once or twice, each time until the relative `gap` or for
-    `within_s` seconds. `among` restricts plans to these columns (None: all), which is much faster; status and bound
-    then hold only for such plans."""
+    including the reward pool; None: any price). `solver` runs once or twice, each time until the relative `gap` is
+    reached or `within_s` seconds have passed. `among` restricts plans to these columns (None: all), which is much
+    faster; status and bound then hold only for such plans."""
     gangs = [s for s in gangs if view.period[s] <= tau_s]
     if not gangs or (builder := _Builder(view, tau_s, gangs, aim, budget, among)).is_empty:
         return SolverOutcome(Status.INFEASIBLE)

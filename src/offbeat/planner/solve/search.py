@@ -32,7 +32,7 @@ its distance above the gang's lower bound, in multiples of the gap."""
 TIGHT = 1e-5
 """Relative tolerance of linear relaxations: raising a bound by a smaller share counts as no improvement."""
 FRESH_ENOUGH = 0.01
-"""Relative tolerance of the number of trajectories in flight; smaller differences in mean age do not matter."""
+"""Relative tolerance of the number of trajectories in flight; smaller differences hardly change the mean staleness."""
 WITHIN_S, FRESH_WITHIN_S = 5.0, 1.0
 """Time limits in seconds: of an integer program, and of one that only lowers the number of trajectories in flight."""
 SHARES = (1.0, 0.5, 0.25)
@@ -206,9 +206,9 @@ def roomy_counts(
     1 + `headroom` times the tokens demanded, and leaves that much more time for long answers. Only the gangs (cards
     that train together) of `plans` are tried. Returns a search with the raised demand, and the plan.
 
-    If no such plan costs at most `cap` (millionths of $/h), it tries in turn: smaller shares of `headroom`; spare
-    tokens alone; the plan of `plans` within `cap` that has the most spare tokens. Returns None if even that has
-    none."""
+    If no such plan costs at most `cap` (millionths of $/h), smaller shares of `headroom` are tried, then all shares for
+    tokens only, without more time for long answers. If these fail too, the plan of `plans` that has the most spare
+    tokens and costs at most `cap` is returned, or None if it has no spare tokens."""
     demand, windows = search.view.problem.demand, search.view.windows
     had = max(_headroom(search.view, tau_s, plan) for plan in plans) * (1 - TIGHT)
     gangs = dict.fromkeys(plan.gang for plan in plans)
@@ -286,7 +286,8 @@ def tidied(view: View, tau_s: float, counts: ColumnCounts) -> ColumnCounts:
 
 GAP = 1e-4
 PRICE_GAP = 1e-3
-"""Relative gap to which a price is minimised. Nodes are whole, and a tighter proof takes several times as long."""
+"""Relative gap between price and bound at which the search for a lower price ends. Numbers of nodes are whole, so a
+smaller gap would take several times as long to prove."""
 
 
 @dataclass(frozen=True)
