@@ -124,8 +124,8 @@ class Demand:
     reward_rate: float | None = None
     """Trajectories per second that the reward pool can score; None: no limit."""
     headroom: float = 0.0
-    """Share by which the fastest plan should exceed the demand for tokens, and end long answers early, if that costs
-    neither speed nor money."""
+    """Spare capacity that the fastest plan should have if this costs neither speed nor money: this share more tokens
+    than demanded, and this share more time for long answers."""
 
 
 @dataclass(frozen=True)

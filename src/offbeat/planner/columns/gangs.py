@@ -240,8 +240,8 @@ def _mixed_gang(parts: Parts, how: str, step_s: float, workload: Workload, **sha
 
 
 def from_the_other(gang: Gang, inventory: Inventory, workload: Workload) -> Gang:
-    """Returns a copy of a gang of two classes in which the class other than `gang.root` publishes the weights. That
-    class may have faster links to the rollout nodes."""
+    """Returns a copy of a gang of two classes, in which the other class (not `gang.root`) publishes the weights. Its
+    links to the rollout nodes may be faster."""
     (root,) = gang.nodes.keys() - {gang.root}
     publish = publish_s(workload, inventory.classes[root])
     return replace(gang, name=f"{gang.name} from {root}", root=root, publish_s=publish)

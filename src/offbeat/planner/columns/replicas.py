@@ -1,4 +1,5 @@
-"""Shapes of rollout replicas on each class of nodes: a tensor parallelism and a number of answers in flight.
+"""Shapes of rollout replicas on each class of nodes. A shape is a degree of tensor parallelism and a number of answers
+in flight.
 
 Every shape fits the memory of its cards, and its tensor parallelism divides both the attention heads and the cards of a
 node. A shape is dropped if another one on the same cards beats it.

@@ -1,4 +1,4 @@
-"""Shape of a model, from a Hugging Face config.json or a known name, and its parameter counts.
+"""Reads the shape of a model from a Hugging Face config.json or by a known name, and counts its parameters.
 
 Counts leave out biases and the norms of queries and keys, which are less than a ten-thousandth of a model.
 Sliding-window attention counts as full attention, so the cost of long contexts is overestimated for such models.
@@ -24,7 +24,7 @@ NOT_A_DECODER = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassifica
 
 
 def num_parameters(shape: ModelShape) -> int:
-    """Number of all parameters; a head tied to the embedding counts once."""
+    """Number of all parameters; an LM head that shares its weights with the embedding is not counted again."""
     norms = shape.hidden * (2 * shape.num_layers + 1)
     return body_parameters(shape) + norms + _table(shape) * (1 if shape.is_tied else 2)
 

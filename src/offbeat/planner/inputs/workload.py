@@ -1,4 +1,4 @@
-"""The workload: model shape, lengths of prompts and answers, and the requirements of a step, as plain records."""
+"""The workload as plain records: shape of the model, lengths of prompts and answers, and requirements of a step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Reads a `Workload` from a TOML file; each error message is one line.
 
 [model] is a known name, the path of a config.json (relative to the file), or numbers. Lengths are constant, uniform,
-log-normal, a histogram, or the lengths in a finished run, which the caller's `RunReader` reads.
+log-normal, a histogram, or taken from a finished run. The caller passes the `RunReader` that reads a run.
 """
 
 from __future__ import annotations

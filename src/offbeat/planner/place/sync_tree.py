@@ -26,8 +26,8 @@ from offbeat.planner.place.nodes import NodeFabric, by_class, class_and_number
 
 Senders = Mapping[str, tuple[str, ...]]
 """Senders of each receiver, by the receiver's name. If a receiver has several senders, the n-th sends the n-th share of
-all chunks. A sender that itself has the same number of senders starts once it receives its own n-th share; any other
-sender needs all shares."""
+all chunks. To send that share, a sender that has the same number of senders itself needs only its own n-th share; any
+other sender needs all shares."""
 
 
 def hops_of(senders: Senders) -> Iterator[tuple[str, str]]:

@@ -1,9 +1,9 @@
 """Lower bounds on the period or the price of every plan by weak duality, for all training gangs at once.
 
-Multipliers put a price on demand (nu per token), on the in-flight cap (lam per trajectory) and on money (mu per
-millionth of a $/h). A replica is then worth nu * its tokens - lam * its trajectories in flight. A node is worth at most
-its accelerators times the best worth per accelerator of any column, less mu * its price. A plan with a given gang and a
-price of at most P exists only if
+Multipliers (dual prices) put a price on demand (nu per token), on the in-flight cap (lam per trajectory) and on money
+(mu per millionth of a $/h). A replica is then worth nu * its tokens - lam * its trajectories in flight. A node is worth
+at most its accelerators times the best worth per accelerator of any column, less mu * its price. A plan with a given
+gang and a price of at most P exists only if
 
     nu * demand <= lam * in-flight cap + mu * (P - price of gang and reward pool)
                    + sum over classes of free nodes * max(0, worth of a node).
@@ -120,8 +120,8 @@ def most_tokens(view: View, tau_s: float, gang: int, budget: int | None) -> tupl
 
 
 def least_price(view: View, tau_s: float, gang: int) -> Multipliers | None:
-    """Dual prices of the linear relaxation that bounds the price of this gang's plans; None if the relaxation is
-    infeasible."""
+    """Solves a linear relaxation that bounds the price of this gang's plans from below. Returns its dual prices, or
+    None if it is infeasible."""
     rows, room, cost, unit = _relaxation(view, tau_s, gang)
     scale, price = _money(view)
     rows, room = np.vstack([rows, -cost]), np.append(room, -view.demand_tokens / unit)

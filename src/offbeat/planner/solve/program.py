@@ -78,7 +78,7 @@ STDOUT = 1
 
 @contextlib.contextmanager
 def quiet_stdout() -> Iterator[None]:
-    """Silences the process's standard output, other threads' too: HiGHS prints a line that no option turns off."""
+    """Silences the standard output of all threads, because HiGHS prints a line that no option turns off."""
     if sys.stdout is not None:
         sys.stdout.flush()
     try:

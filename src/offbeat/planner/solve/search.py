@@ -1,4 +1,5 @@
-"""The search for a plan with a proof: the fastest within a budget, the cheapest at a throughput, or the frontier.
+"""The search for a plan with a proof: the fastest plan within a budget, the cheapest at a throughput, or several plans
+from the fastest to the cheapest.
 
 Every training gang has a proven lower bound on the period, or on the price, of plans that use it. The search always
 takes the gang with the lowest bound. Dual prices first raise the bounds of all gangs at once. Then the integer program
@@ -202,9 +203,9 @@ def cheapest_counts(
 def roomy_counts(
     search: Search, tau_s: float, cap: int, plans: Sequence[ColumnCounts], headroom: float
 ) -> tuple[Search, ColumnCounts] | None:
-    """Looks for the cheapest plan with spare capacity at a period of `tau_s` seconds a step: it generates
-    1 + `headroom` times the tokens demanded, and leaves that much more time for long answers. Only the gangs (cards
-    that train together) of `plans` are tried. Returns a search with the raised demand, and the plan.
+    """Looks for the cheapest plan with spare capacity at the period `tau_s`. Such a plan generates 1 + `headroom` times
+    the demanded tokens, and leaves long answers that much more time. Only the gangs (cards that train together) of
+    `plans` are tried. Returns a search with the raised demand, and the plan.
 
     If no such plan costs at most `cap` (millionths of $/h), smaller shares of `headroom` are tried, then all shares for
     tokens only, without more time for long answers. If these fail too, the plan of `plans` that has the most spare
