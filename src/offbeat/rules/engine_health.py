@@ -1,8 +1,8 @@
 """Health of an engine server: whether it answers, and whether it still serves the weights that were loaded into it.
 
-Keeps tokens of unknown weights out of training. The caller reports what it observes and generates only while
-`may_generate` is true; no I/O. A server has a label (name) for its weights, which proves nothing by itself: a restarted
-server may use the label again.
+Keeps tokens of unknown weights out of training. No I/O: the caller reports what it observes, and generates only while
+`may_generate` is true. A server has a label (name) for its weights. An equal label alone proves nothing, because a
+restarted server may use the label again for other weights.
 
 Guarantees: generation is allowed only after a refresh, that is, a load of verified weights. After a death or an
 unexpected label of the server, another refresh is needed. Reports must be made in order: a label that is read before a
@@ -95,7 +95,7 @@ class Health:
     def refreshed(self, label: str) -> State:
         """Reports that the server has loaded a verified version under `label`; returns the new state."""
         if self._state is State.DEAD:
-            raise ValueError(f"weights {label!r} cannot count as loaded: the server is dead; report an answer first")
+            raise ValueError(f"weights {label!r} cannot count as loaded: the server is dead; call `answered` first")
         self._failing_since_s, self._label = None, label
         return self._move(State.HEALTHY, "")
 

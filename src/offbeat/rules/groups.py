@@ -2,9 +2,9 @@
 
 Selection. S is the bound on staleness, `max_staleness`. Tokens are never trained if they are staler than S, were given
 by an environment, or belong to an abandoned version. A batch has `groups_per_step` groups, or none while the step must
-wait. With `in_order`, no group is taken while one of a lower ordinal is unfinished. Otherwise an unfinished group is
-passed over as long as later steps can still train it in time. So if at most (S + 1) × `groups_per_step` groups are
-alive, and each is begun with the newest version, none of their tokens becomes staler than S.
+wait. With `in_order`, no group is taken while one that was drawn earlier is unfinished. Otherwise an unfinished group
+is passed over as long as later steps can still train it in time. So if at most (S + 1) × `groups_per_step` groups are
+alive (open, ready or claimed), and each is begun with the newest version, none of their tokens becomes staler than S.
 
 Admission. When the version of a step is published, groups are drawn until r × `groups_per_step` are alive, where r is
 the over-provision factor. No more are drawn than the run will train. With r above 1 the step trains the groups that
@@ -198,17 +198,18 @@ class GroupVerdict(StrEnum):
 
 def settle(size: int, num_scored: int, num_failed: int, min_group: int) -> GroupVerdict:
     """Returns whether a group of `size` members is open, ready or failed. A ready group has at least `min_group` scored
-    members, or `size` if that is less."""
+    members, or `size` if `size` is less."""
     if size - num_failed < min(min_group, size):
         return GroupVerdict.FAILED
     return GroupVerdict.READY if num_scored + num_failed == size else GroupVerdict.OPEN
 
 
 def settle_ready(spread: float, num_before: int, max_no_signal: float) -> GroupVerdict:
-    """Returns whether a ready group is kept (`READY`), or dropped for equal rewards (`NO_SIGNAL`).
+    """Returns whether a ready group is kept (`READY`), or dropped because all its rewards are equal (`NO_SIGNAL`).
 
-    `spread` is its highest reward minus its lowest. A group may be dropped while `num_before` is below `max_no_signal`.
-    For a group that requires the version of one step, `num_before` counts the prompts of lower ordinals drawn for that
-    step, so that it does not matter which group is ready first. For others it counts the groups dropped in this way
-    since the last batch."""
+    `spread` is the group's highest reward minus its lowest. A group with equal rewards is dropped only if `num_before`
+    is below `max_no_signal`. If the group may be sampled from any version, `num_before` is the number of groups that
+    were dropped for equal rewards since the last batch was claimed. If it must be sampled from the version of one step
+    (`Candidate.require_step`), `num_before` is the number of prompts that were drawn for this step before its own, so
+    that the result does not depend on which group is ready first."""
     return GroupVerdict.NO_SIGNAL if spread <= EQUAL_WITHIN and num_before < max_no_signal else GroupVerdict.READY

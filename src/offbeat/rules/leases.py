@@ -8,14 +8,15 @@ heartbeats ends at most `ttl_s` after its own deadline.
 
 Assignment: evaluation groups come first, because a version waits for its result; then groups with a task that is leased
 or has ended; then the lowest ordinal. Among the groups that are already begun or require a version (`front`), a group
-with partial answers only of other workers comes last: those workers may still hold its KV cache and need no new
+whose partial answers all come from other workers is last: those workers may still hold its KV cache and need no new
 prefill. A task that requires a version is given only to a worker that serves this version. Any other group is begun
 only if pacing (`rules.groups.may_begin`) allows it for the worker's version. It is continued only with a version at
 least as new as the oldest that sampled for it.
 
-A task whose worker vanished is suspect. Tasks with one such loss may take at most an eighth of a worker's slots, tasks
-with two losses a 64th, and so on, but always one slot. So a prompt that kills engines is soon the only suspect of a
-worker: if workers have n slots, `culprit` blames it for every death except the first ceil(log8 n).
+A task whose worker vanished is suspect: it may have killed the worker. Tasks with one such loss may take at most an
+eighth of a worker's slots, tasks with two losses a 64th, and so on, but always one slot. So a prompt that kills engines
+is soon the only suspect of a worker: if workers have n slots, `culprit` blames it for every death except the first
+ceil(log8 n).
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class Lease:
 
 
 class Leases:
+    """The current leases and their deadlines: `ttl_s` seconds after the grant or the last renewal."""
+
     def __init__(self, ttl_s: float, clock: Callable[[], float]):
         self.ttl_s, self._clock = ttl_s, clock
         self._deadlines: dict[int, tuple[Lease, float]] = {}
@@ -132,8 +135,8 @@ class Leases:
 
 
 class OpenGroup(NamedTuple):
-    """A group with open tasks, which no worker holds and which have not ended: candidates for a lease. It is a tuple
-    because every lease request creates dozens, and tuples are fast."""
+    """A group with open tasks. A task is open, and can be leased, if it has not ended and no worker holds it. The class
+    is a tuple because every lease request creates dozens of objects, and tuples are fast."""
 
     group: int
     ordinal: int
@@ -179,7 +182,7 @@ class Requester:
     """Number of tasks that the worker holds, by their number of losses (see `OpenGroup.num_losses`); tasks without
     losses are left out."""
     num_open: int | None = None
-    """Number of open tasks of all groups; set if `assign` gets only the first of these groups."""
+    """Number of open tasks of all groups. None: `assign` gets all groups and counts these tasks itself."""
 
     def share(self, num_open: int) -> int:
         """Returns the worker's share of `num_open` tasks, in proportion to its slots; at most its `capacity`."""

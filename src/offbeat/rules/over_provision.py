@@ -1,10 +1,10 @@
-"""The over-provision factor of a run in rounds, which is groups in flight divided by groups that a step trains.
+"""Chooses the over-provision factor of a run in rounds: groups in flight divided by groups that a step trains.
 
-It is the largest factor that the bound S (`max_staleness`) allows, S + 1: with every law of answer lengths that was
-measured, no other factor gave more tokens per second by more than noise (see docs/partial-rollouts.md). But where the
-answers are about equally long, or an engine prefills interrupted answers slowly, S + 1 may be no faster than 1, and
-would only make tokens older. So now and then `OverProvision` measures a few rounds with the other of these two factors,
-and keeps the one that deserves it.
+The factor is at first S + 1, the largest that the bound S (`max_staleness`) allows. With every distribution of answer
+lengths that was measured, no other factor gave more tokens per second by more than noise (see
+docs/partial-rollouts.md). But where the answers are about equally long, or an engine prefills interrupted answers
+slowly, S + 1 may be no faster than 1, and would only make tokens older. So now and then `OverProvision` measures a few
+rounds with the other of these two factors. It then uses S + 1 if this is faster than 1 by at least `MIN_GAIN`, else 1.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 
 MIN_GAIN = 0.03
-"""Smallest gain in tokens per second over factor 1 that is worth training on older tokens."""
+"""Smallest relative gain in tokens per second over factor 1 that is worth training on older tokens."""
 NUM_TRIED, NUM_KEPT = 5, 16
 """Number of rounds measured with a factor on trial, and largest number of rounds measured with the one in use."""
 FIRST_PATIENCE = 32
@@ -30,10 +30,10 @@ class Decision:
 
 
 class OverProvision:
-    """Keeps `factor` for the next round. Call `outcome` after every round, and `fleet_changed` when the engines' slots
-    have become more or fewer: rates from before that are not compared with rates from after it.
+    """Chooses `factor`, the over-provision factor for the next round. Call `outcome` after every round. Call
+    `fleet_changed` when the number of the engines' slots has changed: rates before and after are not compared.
 
-    Rounds after a change of the factor are not measured until all groups begun with the old one can have been trained.
+    After a change of the factor, rounds are not measured until all groups begun with the old one can have been trained.
     """
 
     def __init__(self, max_staleness: int):
@@ -52,9 +52,9 @@ class OverProvision:
         self._rounds.clear()
 
     def outcome(self, tokens: float, seconds: float) -> Decision | None:
-        """Records a finished round: the tokens generated in it, and its seconds with the update after it. (The tokens
-        of the answers that ended in it do as well; they are as many on average.) Returns a decision when a trial begins
-        or ends."""
+        """Records a finished round. `tokens` is the number of tokens generated in the round, or that of the answers
+        that ended in it; on average the two are equal. `seconds` is the time of the round and of the update after it.
+        Returns a decision when a trial begins or ends."""
         if self.largest == 1.0:
             return None
         if self._num_unmeasured:

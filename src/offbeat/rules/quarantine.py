@@ -1,7 +1,9 @@
-"""Quarantine: workers that fail their tasks, hoard them, or forge log-probs. No I/O; the clock is injected.
+"""Finds the workers to quarantine: those that fail their tasks, hoard them, or forge log-probs. No I/O; the clock is
+injected.
 
-`Fitness` sets aside a worker that fails most of its tasks, before its failures use up the attempts of tasks that other
-workers could do. Repeated failures of one task count once, so that a task that always fails sets no worker aside.
+`Fitness` sets aside a worker that fails at least half of its latest tasks, before its failures use up the attempts of
+tasks that other workers could do. Repeated failures of one task count once, so that a task that always fails sets no
+worker aside.
 
 `HandInPace` finds workers that hold tasks and submit nothing for longer than an honest worker could need. A worker is
 judged by its own slowest pace, in seconds per sampled token from the lease of a task to the answer. A worker without an
@@ -32,7 +34,8 @@ MAX_FAILED = 7
 """Number of tasks that a worker may fail in its latest `FAILURE_WINDOW` attempts; failing half is no accident."""
 ASIDE_S = 300.0
 """Time for which a worker that is set aside gets no tasks. Then it may try again, because the fault may have passed. If
-the fault is still there, the worker is set aside again, and its failures of unfinished tasks again do not count."""
+the fault is still there, the worker is set aside again. Its failures are cancelled for tasks that are unfinished when
+it is set aside."""
 
 
 @dataclass
