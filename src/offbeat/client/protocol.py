@@ -31,8 +31,8 @@ class LeaseResponse:
     interrupted: str = ""
     """How a run that is over ended before its last step, such as "stopped at step 3 of 12"; "": it has finished."""
     round: int | None = None
-    """Number of the version that began the current round. When the round ends, those of the tasks stop that require no
-    version. None: the tasks belong to no round."""
+    """Number of the version that began the current round. When the round ends, the worker must stop those of the tasks
+    that require no version. None: the tasks belong to no round."""
     idle: str = ""
     """Why there are no tasks, in words for a person; "": there are tasks, or a version to load."""
 
@@ -96,7 +96,7 @@ class WorkerClient(Protocol):
         ...
 
     async def newer(self, have_version: int | None, wait_s: float) -> Version | None:
-        """Waits for another version to serve than `have_version`; returns it, or None after `wait_s` seconds."""
+        """Waits up to `wait_s` seconds for a version to serve that is not `have_version`; returns it, or None."""
         ...
 
     async def fetch(self, version: Version) -> Version:
@@ -140,8 +140,8 @@ class TrainerClient(Protocol):
         self, step: int, version: Version, audited: Sequence[int] = (), compared: Sequence[ComparedSegment] = ()
     ) -> None:
         """Marks the batch of `step` as trained and announces the resulting version. `audited` are tasks that were left
-        out of the training because their log-probs differ too much from the trainer's; `compared` are the results of
-        comparing segments' log-probs."""
+        out of the training because their log-probs differ too much from the trainer's. `compared` says for each audited
+        segment how many log-probs were compared with the trainer's, and how many differed too much."""
         ...
 
     async def checkpointed(self, step: int) -> None:

@@ -97,7 +97,6 @@ MSGPACK = "application/msgpack"
 OCTETS = "application/octet-stream"
 MAX_SEGMENTS = 2048
 """Largest number of segments (runs of tokens of one origin) in a trajectory, because checking them takes time."""
-"""Largest number of measured intervals of decode steps in one call."""
 MAX_HELD = 100_000
 """Largest number of tasks that one call can name."""
 MAX_COMPARED = 1_000_000
