@@ -191,7 +191,7 @@ def test_a_used_token_is_the_users_to_mend(tmp_path):
         async def scenario():
             async with remote(run, token, "first"):
                 connection = Connection(run.server.url)
-                with pytest.raises(UserError, match="already used by worker first; ask for another"):
+                with pytest.raises(UserError, match="already used by worker first; get another with offbeat"):
                     await join(connection, token, "second")
                 await connection.close()
 
@@ -292,7 +292,7 @@ def test_an_outage_is_mentioned_once_for_all_calls_then_ever_more_rarely_and_at_
             caplog.clear()
     assert [second for second, _ in said] == [5, 15, 30, 60, 120, 240, 480]
     assert said[0][1] == (
-        "http://c:1: does not answer, for 5 s now: nobody listens; trying again until 900 s are over (--patience)"
+        "http://c:1: has not answered for 5 s: nobody listens; trying again until 900 s have passed (--patience)"
     )
     assert outage.length_s == 599
     outage.answered()

@@ -310,7 +310,8 @@ def test_a_worker_whose_answers_fail_the_audit_is_shut_out_and_the_tokens_count_
             (worker,) = await made.call(made.ledger.list_workers)
             count = sum(found.num_tokens for found in off)
             assert (worker.state, worker.num_compared, worker.num_off) == (WorkerState.QUARANTINED, count, count)
-            assert worker.reason == f"{count} of its latest {count} audited log-probs are off by more than 0.5"
+            how = "differ from the trainer's by more than 0.5"
+            assert worker.reason == f"{count} of its latest {count} audited log-probs {how}"
             assert [row["event"] for row in told] == ["quarantine"]
             counts = await made.call(made.ledger.counts)
             assert counts.tokens.masked["audit"] > 0

@@ -91,7 +91,7 @@ def test_a_step_without_a_judge_ends_with_how_to_start_one(tmp_path):
     async def scenario():
         async with coordinator(tmp_path, **NOBODY_HERE) as made:
             await generate(made, 100)
-            with pytest.raises(DeadlineError, match=r"reward\.processes is 0: start offbeat worker --role"):
+            with pytest.raises(DeadlineError, match=r"reward\.processes = 0: start offbeat worker --role"):
                 await made.claim(0, 0.1)
             await made.rewards.lease("j", 1, SOON_S)
             with pytest.raises(DeadlineError, match=r"samples being judged: 1 with j"):
@@ -268,7 +268,7 @@ def test_a_reward_from_python_stays_here_and_says_so(tmp_path):
 
 def test_a_reward_from_python_with_judges_elsewhere_alone_is_refused_before_training(tmp_path):
     async def scenario():
-        with pytest.raises(UserError, match=r"reward\.processes is 0; it must be at least 1, because reward <lambda>"):
+        with pytest.raises(UserError, match=r"reward\.processes = 0: it must be at least 1, because reward <lambda>"):
             async with coordinator(tmp_path, lambda response: 1.0, **NOBODY_HERE):
                 pass
 

@@ -1,9 +1,9 @@
 """A client's connection to the coordinator: every request has a deadline, and is retried until it is answered.
 
 Calls are idempotent or fenced, so a retry is always safe. Every body carries its digest, in both directions. Temporary
-failures are retried with growing, jittered pauses for up to `patience_s` seconds: 429, 5xx except 504, a broken
-connection, a slow or damaged body, a proxy's answer without the digest. Any other refusal is raised as the error that
-the coordinator raised.
+failures are the HTTP statuses 408, 429 and 5xx except 504, a broken connection, a damaged body, and an answer of a
+proxy, which has no digest. They are retried for up to `patience_s` seconds, with growing, jittered pauses. Any other
+error answer is raised as the error that the coordinator raised.
 """
 
 from __future__ import annotations
@@ -54,13 +54,15 @@ MAX_SILENT_S = 600.0
 WORTH_A_WARNING_S = 60.0
 """Seconds of waiting after which the retries of a single call are logged as warnings although other calls succeed."""
 TLS_WITHIN_S = 5.0
-"""Seconds within which a coordinator answers with or without TLS; only asked to explain an error."""
+"""Seconds to wait for an answer when the client, after a failed call, checks whether the coordinator speaks TLS, and
+with which certificate."""
 WRONG_NAME = (62, 64)
 """OpenSSL's codes for a certificate that is not for the host's name, and not for its IP address."""
 REQUEST_WITHIN_S = 60.0
 """Seconds within which a call must be answered, in addition to the time for which it asks the coordinator to wait."""
 STREAM_WITHIN_S = 3600.0
-"""Longest duration of the request for a file or piece; after that, another request continues where it stopped."""
+"""Longest duration of a request that transfers a file or piece. Another request then continues the download where it
+stopped, or repeats the upload."""
 SILENCE_S = 60.0
 MAX_CONNECTIONS = 64
 IDLE_S = 30.0
@@ -225,7 +227,8 @@ class Connection:
             names = [name for _, name in found.get("subjectAltName", ())]
             return (
                 f"{self.url}: its TLS certificate is not for {urlsplit(self.url).hostname}, but for "
-                f"{', '.join(names) or 'no name'}; join by a name that it has, or have one made for this name"
+                f"{', '.join(names) or 'no name'}; join with a URL whose host name is in the certificate, or give the "
+                "coordinator a certificate for this host name"
             )
         return (
             f"{self.url}: its TLS certificate cannot be verified ({error}); if you signed it yourself, pass --ca-file "
@@ -351,10 +354,8 @@ class Outage:
         self._since_s = now_s if self._since_s is None else self._since_s
         lasted_s = now_s - self._since_s
         if lasted_s >= self._next_s:
-            until = "it answers" if self._patience_s is None else f"{self._patience_s:.0f} s are over (--patience)"
-            log.warning(
-                "%s: does not answer, for %.0f s now: %s; trying again until %s", self._url, lasted_s, why, until
-            )
+            until = "it answers" if self._patience_s is None else f"{self._patience_s:.0f} s have passed (--patience)"
+            log.warning("%s: has not answered for %.0f s: %s; trying again until %s", self._url, lasted_s, why, until)
             self._next_s = lasted_s + min(max(lasted_s, 2 * OUTAGE_AFTER_S), MAX_SILENT_S)
 
     def answered(self) -> None:
@@ -364,7 +365,8 @@ class Outage:
 
 
 class Retry:
-    """Pauses between attempts at one call; `pause` raises once they last over `patience_s` seconds (None: never)."""
+    """Pauses between attempts at one call. `pause` raises `DeadlineError` if the next attempt would come more than
+    `patience_s` seconds after the first (None: never)."""
 
     def __init__(self, what: str, patience_s: float | None, outage: Outage):
         self._what, self._patience_s, self._outage = what, patience_s, outage

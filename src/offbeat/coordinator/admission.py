@@ -105,7 +105,8 @@ class Issuer:
                     passed_over += 1
                     if passed_over == MAX_LEFT_OUT:
                         raise RunStopped(
-                            f"{passed_over} prompts in a row cannot be used; the last: {error.what}"
+                            f"{passed_over} prompts in a row cannot be used; the last: {error.what}; correct the "
+                            "cause, then resume the run"
                         ) from error
                     # The same source goes on, so that the ledger's cursor, which knows only groups, ends up behind the
                     # prompts passed over.
@@ -161,7 +162,8 @@ class Drawing:
 
     Guarantees: one draw runs at a time, from the ledger's own cursor (position in the data), so that no prompt is
     skipped or drawn twice. The evaluation of a step is opened once. `call` runs a function on the ledger's thread;
-    `report` gets an event for each prompt that is left out of the training.
+    `report` gets an event for each prompt that is left out of the training. With `requires_version`, only the version
+    that is the latest when a training group is drawn may generate its answers.
     """
 
     def __init__(

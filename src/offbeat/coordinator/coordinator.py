@@ -95,8 +95,8 @@ class CurrentRound:
 
         Evaluation tasks are not affected. In a run without rounds, every worker may get training tasks; between rounds
         (`number` is None), no worker may. A worker that still serves the version with which it took part in an earlier
-        round must first load another version. It need not be the newest: otherwise a worker with a slow network, which
-        receives every version too late, would never work.
+        round must first load another version. That version need not be the newest: otherwise a worker with a slow
+        network, which receives every version too late, would never work.
         """
         if not self._ledger.terms.in_rounds:
             return True
@@ -121,8 +121,8 @@ class _Batch:
 
 
 class StepTimes:
-    """Measures the parts of a step, from the times at which tasks are leased and submitted, batches claimed and
-    committed."""
+    """Measures how long a step's generation and rewards took, and how long the trainer waited for its batch. The caller
+    reports when tasks are leased and submitted, and when batches are claimed and committed."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -181,7 +181,7 @@ FORGET_AFTER_S = 3600.0
 been taken back by then. A worker that returns later is treated as new and loses nothing."""
 FORGET_EVERY_S = 60.0
 REFUSED_EVERY_S = 1.0
-"""Pause between two looks for workers that another process has revoked."""
+"""Seconds between two checks for workers that another process has revoked."""
 
 
 @dataclass(frozen=True)
@@ -341,7 +341,7 @@ class Coordinator:
             if aside_s := self.fitness.aside_s(worker):
                 until_s = min(deadline_s, time.monotonic() + aside_s)
                 if not await self._work.wait(changed, until_s) and until_s == deadline_s:
-                    why = self.fitness.aside().get(worker, "it may come back now")
+                    why = self.fitness.aside().get(worker, "this time has just ended")
                     return LeaseResponse(ttl_s=ttl_s, idle=f"set aside for another {aside_s:.0f} s: {why}")
                 continue
             self.presence.hear(worker, capacity)
@@ -518,8 +518,9 @@ class Coordinator:
             self.forget_silent()
 
     async def _let_refused_leave(self) -> None:
-        """Frees, in an endless loop, what workers hold whose calls are refused, such as those that another process has
-        revoked. Looks again at those that were refused earlier, because a call of theirs may have been under way."""
+        """Takes back, in an endless loop, the tasks and samples of workers whose calls are refused, for example because
+        another process has revoked them. Always checks all refused workers: a call that was in progress when its worker
+        was revoked may have leased more."""
         refused, num_moves = set[str](), 0
         while True:
             moves = await self._writer.read(self.ledger.num_worker_moves)
@@ -591,8 +592,8 @@ class Coordinator:
 
     def step_figures(self) -> dict[str, float]:
         """Returns figures for a step's metrics row: the counts of partials since the last call, and the over-provision
-        factor. If the run may have several workers, adds how many are present and how many of
-        these had no task. Restarts the counts."""
+        factor. If the run may have several workers, adds how many are present and how many of these had no task.
+        Restarts the counts."""
         figures = {**self._partials.take(), **self._provisioning.figures()}
         if not self.only_worker:
             busy = self._worked | {lease.worker for lease in self.lease_manager.leases.all()}
@@ -624,7 +625,10 @@ class Coordinator:
             if is_believable(found):
                 continue
             num_tokens, num_off = (sum(numbers) for numbers in zip(*found, strict=True))
-            why = f"{num_off} of its latest {num_tokens} audited log-probs are off by more than {OFF_GAP:g}"
+            why = (
+                f"{num_off} of its latest {num_tokens} audited log-probs differ from the trainer's by more than "
+                f"{OFF_GAP:g}"
+            )
             await self.call(self.ledger.move_worker, worker, WorkerState.QUARANTINED, why)
             await self.leave(worker)
             self.on_report({"event": "quarantine", "worker": worker, "why": why})

@@ -86,8 +86,9 @@ class WeightGarbageCollector:
         return self._pieces is not None and number % EVERY == 0
 
     async def pieces(self, needed: Collection[int], signers: Collection[str]) -> None:
-        """Deletes the stored pieces and manifests of all versions except `needed`. Keeps manifests that were not signed
-        with a key in `signers`, the keys of this run's trainers: such manifests may belong to another run."""
+        """Deletes the stored pieces and manifests of all versions except those in `needed`, the newest, and the bases
+        of either. Keeps manifests that were not signed with a key in `signers`, the keys of this run's trainers: such
+        manifests may belong to another run."""
         if self._pieces is None:
             return
 
@@ -98,4 +99,4 @@ class WeightGarbageCollector:
             try:
                 await asyncio.to_thread(collect, self._pieces, needed, opened)
             except (OffbeatError, OSError) as error:
-                log.warning("unneeded weights could not be deleted; a later version tries again: %s", error)
+                log.warning("unneeded weights could not be deleted; the next attempt is at a later version: %s", error)

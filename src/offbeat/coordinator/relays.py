@@ -73,11 +73,11 @@ def site_of(
     calls_from = _address(seen)
     own = calls_from if not host else _address(host)
     if own is None and host:
-        raise Refused(f"peer address {host!r} is not an IP address")
+        raise Refused(f"peer address {host!r} is not an IP address; give one, as in --peer-address {seen}:{port}")
     if own is not None and own != calls_from and not any(own in ipaddress.ip_network(net) for net in networks):
         raise Refused(
             f"peer address {host} differs from {seen}, from which this worker calls; add its network to "
-            "serve.peer_networks, or serve pieces at the address that the coordinator sees"
+            f"serve.peer_networks, or start the worker with --peer-address {seen}:{port}"
         )
     is_local = own is not None and own.is_loopback
     name = site + ON_THIS_MACHINE * is_local if site else ""
@@ -95,6 +95,9 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 class RelayAssignment:
+    """Assigns workers their peers. Knows, of each worker that is not silent, its site, its address, and the random
+    number from which its keys are made."""
+
     def __init__(self, clock: Callable[[], float] = time.monotonic, silent_s: float = SILENT_S):
         self._clock, self._silent_s = clock, silent_s
         self._tree = RelayTree()

@@ -293,7 +293,7 @@ class RewardQueue:
         self._specs = {name: spec for name, spec in rewards.items() if isinstance(spec, str)}
         self._stay_here = sorted(rewards.keys() - self._specs.keys())
         if self._stay_here and not pool.num_processes:
-            raise UserError(f"reward.processes is 0; it must be at least 1, because {_cannot_leave(self._stay_here)}")
+            raise UserError(f"reward.processes = 0: it must be at least 1, because {_cannot_leave(self._stay_here)}")
         self._feed_now, self._store_now = asyncio.Event(), asyncio.Event()
         self._waiting = Notifier()
         self.busy = BusyTimes("reward")
@@ -391,8 +391,8 @@ class RewardQueue:
     def describe_waits(self) -> str:
         """Describes how many samples each judge holds, for error messages."""
         if not self.pool.num_processes and not self.present():
-            return "no judge is present and reward.processes is 0: start offbeat worker --role reward --join URL"
-        out = [f"{count} with {judge or 'reward.processes'}" for judge, count in sorted(self.pending.held.items())]
+            return "no judge is present and reward.processes = 0: start offbeat worker --role reward --join URL"
+        out = [f"{count} with {judge or 'local processes'}" for judge, count in sorted(self.pending.held.items())]
         return f"samples being judged: {', '.join(out) or 'none'}"
 
     # --- the queue ---

@@ -24,7 +24,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 MAX_SHARED = 256
-"""Largest number of submissions in one transaction, and of other calls; it limits how long later calls wait."""
+"""Largest number of submissions, and of other calls, in one transaction. It limits how long later calls wait."""
 
 
 class _Call:

@@ -19,7 +19,7 @@ from offbeat.coordinator.api.limits import Buckets, ServerSettings
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.workers import Role, WorkerRecord, WorkerState
 
-HOW_TO_JOIN = "ask for another: offbeat worker token RUN"
+HOW_TO_JOIN = "get another with offbeat worker token RUN, on the coordinator's machine"
 MAX_SECRET_CHARACTERS = 256
 KNOWN_S = 0.05
 """Seconds after which the ledger is checked again for changed worker states. It is not checked at every call, because

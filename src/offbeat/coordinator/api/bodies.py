@@ -50,7 +50,7 @@ class BodyReader:
         digest = needed_digest(request)
         encoding = request.headers.get("content-encoding", "identity")
         if encoding not in ("identity", wire.ZSTD):
-            raise Refusal(415, f"the Content-Encoding is {encoding[:40]!r}; allowed {wire.ZSTD} or none")
+            raise Refusal(415, f"the Content-Encoding is {encoding[:40]!r}; it must be {wire.ZSTD} or missing")
         data = await self._receive(request, min(limit_bytes, self.settings.max_body_bytes))
         await _check_digest(data, digest)
         limit_bytes = min(limit_bytes, self.settings.max_decompressed_bytes)
@@ -144,7 +144,7 @@ def _decompressed(data: bytes, limit_bytes: int, form: Callable[[bytes], T]) -> 
 def check_type(request: Request, allowed: str) -> None:
     found = request.headers.get("content-type", "")
     if found != allowed and found.partition(";")[0].strip().lower() != allowed:
-        raise Refusal(415, f"the Content-Type is {found[:40]!r}; allowed {allowed}")
+        raise Refusal(415, f"the Content-Type is {found[:40]!r}; it must be {allowed}")
 
 
 def _too_large(limit_bytes: int, when: str = "") -> Refusal:
@@ -162,6 +162,7 @@ async def reply(request: Request, record: Any, status: int = 200) -> Response:
 
 
 async def seal(response: Response) -> None:
-    """Adds the digest of the body as a header, so that callers can detect damage, and answers of a proxy."""
+    """Adds the digest of the body as a header. By it, callers detect damaged answers, and a proxy's answers, which have
+    no digest."""
     digest = await on_bytes(bytes(response.body), wire.content_digest)
     response.raw_headers.append((wire.CONTENT_DIGEST.lower().encode(), digest.encode()))

@@ -24,7 +24,8 @@ class ServerSettings:
     callers are told to retry later."""
     max_head_bytes: int = 16 * 1024
     requests_per_s: float = 200.0
-    """Largest rate of calls per worker. One that generates 1000 answers at once, each in 10 s, makes about 100."""
+    """Largest rate of calls per worker. A worker that generates 1000 answers at once, each in 10 s, makes about 100
+    calls per second."""
     request_burst: float = 400.0
     joins_per_s: float = 5.0
     """Largest rate of attempts to join from one IP address."""

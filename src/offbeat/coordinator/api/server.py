@@ -1,7 +1,7 @@
 """Serves the coordinator's API on a socket, inside a running event loop.
 
 Guarantees: the server listens beyond this machine only with TLS, behind a proxy that terminates TLS, or if
-`Address.is_plain` is set. Signal handlers are left alone. Between `start` and `open`, every call is answered 503. After
+`Address.is_plain` is set. Signal handlers are left alone. Between `start` and `open`, every call gets status 503. After
 `stop`, no call is in progress and the port is free.
 """
 
