@@ -57,7 +57,7 @@ TLS_WITHIN_S = 5.0
 """Seconds to wait for an answer when the client, after a failed call, checks whether the coordinator speaks TLS, and
 with which certificate."""
 WRONG_NAME = (62, 64)
-"""OpenSSL's codes for a certificate that is not for the host's name, and not for its IP address."""
+"""OpenSSL's error codes for a certificate that has another host name (62) or another IP address (64)."""
 REQUEST_WITHIN_S = 60.0
 """Seconds within which a call must be answered, in addition to the time for which it asks the coordinator to wait."""
 STREAM_WITHIN_S = 3600.0

@@ -84,7 +84,7 @@ async def fill(connection: Connection, path: str, part: Path, num_bytes: int) ->
             now = part.stat().st_size
             if now > have:  # after progress, the patience starts anew
                 retry = connection.retry(f"GET {path}")
-            await retry.pause(f"broke off at {now} of {num_bytes} bytes: {type(error).__name__}: {error}")
+            await retry.pause(f"the download broke off at {now} of {num_bytes} bytes: {type(error).__name__}: {error}")
 
 
 async def _append(connection: Connection, path: str, part: Path, have: int) -> None:

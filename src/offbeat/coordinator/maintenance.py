@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MaintenanceSettings:
+    """How long trajectories are kept, and where the ledger is backed up."""
+
     num_steps: int | None = None
     """Trajectories of this many steps before the checkpoint are kept; None: those of all steps."""
     backup: str | None = None
@@ -60,7 +62,9 @@ class LedgerMaintenance:
         try:
             made = await asyncio.to_thread(self.ledger.backup, target)  # uses a connection of its own
         except Exception as error:  # noqa: BLE001  # each store raises its own errors; no failed backup may end the run
-            log.warning("the ledger could not be backed up to %s; the run continues: %s", target, error)
+            log.warning(
+                "the ledger could not be backed up to %s: %s; the run continues without this backup", target, error
+            )
             self._report({"event": "backup_failed", "step": step, "target": target, "error": str(error)})
         else:
             self._report({"event": "backup", "step": step, "target": target, "bytes": made.num_bytes})
@@ -99,4 +103,4 @@ class WeightGarbageCollector:
             try:
                 await asyncio.to_thread(collect, self._pieces, needed, opened)
             except (OffbeatError, OSError) as error:
-                log.warning("unneeded weights could not be deleted; the next attempt is at a later version: %s", error)
+                log.warning("unneeded weights could not be deleted: %s; the next try is at a later version", error)

@@ -77,6 +77,8 @@ def _resolve(answer: asyncio.Future[Any], result: Any) -> None:
 
 
 class Writer:
+    """Makes the calls to one ledger on a thread of its own, many of them in one transaction."""
+
     def __init__(self, ledger: Ledger, on_damage: Callable[[Damaged], None] = lambda error: None):
         """`on_damage` is called with the error when any call finds that the ledger cannot be read or written."""
         self.ledger, self._on_damage = ledger, on_damage

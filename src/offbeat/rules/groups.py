@@ -54,6 +54,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
+    """What `select` decides for one step."""
+
     take: tuple[int, ...] = ()
     """Groups of the batch; empty while the batch must wait."""
     stale: tuple[int, ...] = ()

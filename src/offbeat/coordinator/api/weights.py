@@ -119,8 +119,8 @@ class Weights:
         await self._write(self.store.put_manifest, number, digest, sealed)
 
     async def check_complete(self, version: Version) -> Version:
-        """Checks that all weights of `version` are stored, before it is published; raises if not. Returns `version`
-        with the path of its weights on this machine."""
+        """Returns `version` with the path of its weights on this machine. Raises if it
+        cannot be published, because a part of its weights is not stored here or its manifest is not valid."""
         if version.manifest:
             await self._check_manifest(version)
         elif (known := self._published(version.number)) is not None:  # published again; the ledger compares the two
