@@ -227,10 +227,13 @@ def _with_a_finer_norm(tensors: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     "spoil, why",
     [
-        (_without_norm, r"version 1: .* has no tensor model\.norm\.weight \(missing: 1\)"),
-        (_with_another, r"version 1: the model has no tensor model\.adapter\.weight \(unknown: 1\)"),
+        (_without_norm, r"version 1: .* has no tensor model\.norm\.weight \(missing tensors: 1\)"),
+        (_with_another, r"version 1: the model has no tensor model\.adapter\.weight \(such tensors: 1\)"),
         (_with_a_wide_norm, r"version 1: model\.norm\.weight has shape \(33,\), but the model's has \(32,\)"),
-        (_with_a_finer_norm, r"version 1: model\.norm\.weight is F64 and would be rounded to torch\.float32"),
+        (
+            _with_a_finer_norm,
+            r"version 1: model\.norm\.weight is F64, which does not fit into the model's torch\.float32",
+        ),
     ],
 )
 def test_a_version_that_does_not_fit_is_refused_and_changes_nothing(spoil, why, tmp_path):

@@ -91,7 +91,7 @@ def be_deterministic(device: torch.device) -> None:
 
 def avoid_fragments(device: torch.device) -> None:
     """Lets memory that torch has taken on an NVIDIA GPU grow in place, so that blocks of many sizes leave no gaps. Must
-    be called before the device is first used. What the user's environment says instead is kept."""
+    be called before the device is first used. Does nothing if one of `ALLOCATOR_VARIABLES` is set."""
     if device.type == "cuda" and torch.version.cuda and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 

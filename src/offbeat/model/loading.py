@@ -292,7 +292,8 @@ def _hub_error(hub_id: str, error: Exception) -> UserError:
     if isinstance(error, GatedRepoError):
         page = f"https://huggingface.co/{hub_id}"
         return UserError(
-            f"{what} on the Hugging Face hub its terms must be accepted first; accept them at {page} and set HF_TOKEN"
+            f"{what} the Hugging Face hub has a model of this name whose terms must be accepted first; accept them at "
+            f"{page} and set HF_TOKEN"
         )
     if isinstance(error, RepositoryNotFoundError):
         return UserError(
@@ -327,7 +328,7 @@ def _set_chat_template(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
 
 
 def _name_tokenizer_for_all(file: Path) -> None:
-    """Gives the generic tokenizer class in `file` its name from before transformers 5, which engines still expect."""
+    """Renames the generic tokenizer class in `file` to its name before transformers 5, because engines expect that."""
     text = file.read_text(encoding="utf-8")
     file.write_text(text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'), encoding="utf-8")
 

@@ -90,7 +90,8 @@ def find_layers(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
             raise UserError(f"model.lora_targets = {target!r}: no linear layer has this name; {suggest(target, ends)}")
         if any(linear[name] is output for name in found) and model.config.get_text_config().tie_word_embeddings:
             raise UserError(
-                f"model.lora_targets = {target!r}: the output layer shares the input layer's weights; leave it out"
+                f"model.lora_targets = {target!r}: the output layer shares the input layer's weights, so it cannot be "
+                "adapted; leave it out"
             )
         chosen.update(found)
     return [name for name in linear if name in chosen]
@@ -174,7 +175,10 @@ def merge(model: PreTrainedModel, adapter: Mapping[str, Tensor], config: Mapping
         assert isinstance(weight, Tensor)
         change = change.T if isinstance(layer, Conv1D) else change
         if change.shape != weight.shape:
-            raise OffbeatError(f"adapter {name} has shape {tuple(change.shape)}, but its layer {tuple(weight.shape)}")
+            raise OffbeatError(
+                f"adapter {name} is for a weight of shape {tuple(change.shape)}, but the model's has shape "
+                f"{tuple(weight.shape)}"
+            )
         weight.copy_(weight.float() + change.to(weight.device))
 
 

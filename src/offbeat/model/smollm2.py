@@ -34,7 +34,7 @@ TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""Parts of tensors' names in llama.cpp, with those in transformers, where names also begin with `model.`."""
+"""Parts of tensor names in llama.cpp, with their counterparts in transformers. There names also begin with `model.`."""
 CONTROL_TOKEN = 3
 """Token type of special tokens in a GGUF file."""
 
@@ -107,8 +107,8 @@ def _tensors(reader: Any, config: Any) -> dict[str, Any]:
 
 
 def _halves(tensor: Any, num_heads: int) -> Any:
-    """Reorders the rows of each attention head from llama.cpp's order to that of transformers. The two rows of a rotary
-    pair are adjacent in the former, and half a head apart in the latter."""
+    """Reorders the rows of each attention head from llama.cpp's order to that of transformers. In llama.cpp the two
+    rows of a rotary pair are adjacent; in transformers they are half a head apart."""
     rows, columns = tensor.shape
     return tensor.view(num_heads, rows // num_heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
 

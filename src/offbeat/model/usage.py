@@ -47,7 +47,8 @@ class Usage:
     """How a model can be run: whether its attention can be replaced, and which options it takes."""
 
     obstacle: str | None
-    """Why attention cannot be replaced, as a clause to follow the model's name; None: it can be."""
+    """Why attention cannot be replaced, in words that follow the model's name, such as "does not take position_ids";
+    None: it can be."""
     hands_on: bool
     """Whether the model passes the options of a call on to its attention."""
     picks_logits: bool
@@ -73,7 +74,9 @@ def window_of(module: nn.Module) -> int | None:
 
 @torch.no_grad()
 def usage(model: PreTrainedModel) -> Usage:
-    """Finds by a probe how a model can be run; also stores the window of each attention layer for `window_of`."""
+    """Runs the probe on `model` (see the module's docstring). Returns whether Offbeat's attention can replace the
+    model's, and which options the model takes. Also stores each attention layer's window in the layer, where
+    `window_of` finds it."""
     takes, seen = inspect.signature(model.forward).parameters, _Seen()
     obstacle = _obstacle(model, takes, seen)
     return Usage(obstacle, seen.hands_on, "logits_to_keep" in takes)

@@ -1,4 +1,6 @@
-"""KV slots, and attention over the slots as a function that transformers calls by name.
+"""Keys and values in slots, one slot for each running request, and the attention function that reads them.
+
+Transformers calls this function by its registered name (`NAME`).
 
 Transformers makes no mask for a custom attention function, so attention gets a mask only if the engine supplies it.
 Without a mask, the pass is a prefill: rows are whole prompts padded on the right, and causality hides the padding. With
@@ -243,16 +245,19 @@ def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 MIN_SAVED_TOKENS = 4096
-"""Smallest number of tokens less to read for which reading rows in two parts is worth its extra kernels in every
+"""Reading rows in two parts must save at least this many tokens, because a second part takes extra kernels in every
 layer."""
 
 
 def num_long_rows(lengths: Sequence[int]) -> int:
-    """Returns how many of the longest rows a padded decode step should read apart from the others, so that it reads the
-    fewest tokens in total; the number of all rows if that saves too little. Rows of equal length are never separated.
+    """Returns how many of the longest rows a decode step should read as a part of their own.
 
-    Without this, a few long answers, continued from earlier versions, would make every new answer as expensive as
-    themselves. All rows grow by one token per step, so the longer ones stay longer until new requests start."""
+    Each row is read up to the length of the longest row in its part. The number is chosen so that the step reads the
+    fewest tokens in total. If that saves fewer than `MIN_SAVED_TOKENS`, it is the number of all rows. Rows of equal
+    length are never separated.
+
+    Without a second part, a few long answers, continued from earlier versions, would make every new answer as expensive
+    as themselves. All rows grow by one token per step, so the longer ones stay longer until new requests start."""
     longest_first = -np.sort(-np.asarray(lengths))
     num_others = len(lengths) - np.arange(len(lengths))
     saved = num_others * (longest_first[:1] - longest_first)

@@ -183,14 +183,14 @@ rows by a kernel that reads the weight slowly; `weight @ values.T` reads it at t
 instead of 85 ms for the products of a 135M model with 8 rows, and 53 instead of 136 ms with 16. For fewer and for more
 rows the usual order is faster."""
 MIN_ELEMENTS = 1 << 16
-"""Smallest weight worth it; smaller ones lie in the cache of a core."""
+"""Smallest number of elements of a weight for which `product` is used; smaller weights fit into the cache of a core."""
 
 
 def product(
     values: Tensor, weight: Tensor, bias: Tensor | None, min_rows: int = MIN_ROWS, max_rows: int = MAX_ROWS
 ) -> Tensor:
-    """Returns `F.linear(values, weight, bias)`, computed in the other order if `values` has the shape of a decode step,
-    (rows, 1, features), and a number of rows within the limits."""
+    """Returns `F.linear(values, weight, bias)`. Computes `weight @ values.T` for it if `values` has the shape of a
+    decode step, (rows, 1, features), and `min_rows` to `max_rows` rows."""
     if values.dim() != 3 or values.size(1) != 1 or values.size(0) < min_rows or values.size(0) > max_rows:
         return F.linear(values, weight, bias)
     found = torch.mm(weight, values.squeeze(1).t()).t().contiguous()

@@ -99,7 +99,8 @@ class EmbeddedEngine:
 
     @property
     def obstacle(self) -> str | None:
-        """Why keys and values cannot be cached, as a clause to follow the model's name; None: they are cached."""
+        """Why keys and values cannot be cached, in words that follow the model's name, such as "does not take
+        position_ids"; None: they are cached."""
         return self._stepper.usage.obstacle
 
     @property
@@ -196,9 +197,9 @@ class EmbeddedEngine:
 
     @contextmanager
     def _own_stream(self) -> Iterator[None]:
-        """Within the block, work on a GPU goes to a stream of this thread's own, before work that waits in others. In
-        the default stream, a step would wait for all that the trainer has launched. With `exact`, nobody trains
-        meanwhile."""
+        """Within the block, GPU work goes to a stream of this thread's own, which has priority over other streams. In
+        the default stream, a step would wait for all that the trainer has launched. With `exact`, the default stream is
+        used, because nobody trains meanwhile."""
         device = self._stepper.model.device
         if device.type != "cuda" or self.capabilities.exact:
             yield

@@ -1,7 +1,8 @@
 """CUDA graphs: work that was recorded once is launched as a whole.
 
 The host takes longer to launch the hundreds of kernels of a decode step than a GPU takes to run them. A graph replays
-them in one launch. It always reads and writes the same memory, in the same shapes, so shapes are rounded up to few.
+them in one launch. It always reads and writes the same memory, in the same shapes. So sizes are rounded up, and a few
+graphs serve all sizes.
 """
 
 from __future__ import annotations
@@ -70,12 +71,12 @@ class CudaGraphs:
 
 
 def padded_rows(number: int, most: int | None = None) -> int:
-    """Returns a number of rows rounded up to a power of two, or to one and a half times one; at most `most`."""
+    """Returns `number` rounded up to a power of two, or to 1.5 times a power of two; at most `most`."""
     power = 1 << (number - 1).bit_length()
     found = power * 3 // 4 if power >= 4 and number <= power * 3 // 4 else power
     return found if most is None else min(found, most)
 
 
 def padded_tokens(number: int, most: int) -> int:
-    """Returns a number of tokens of a context, of which steps then have few sizes."""
+    """Returns `number` rounded up as in `padded_rows`; at least `MIN_TOKENS` and at most `most`."""
     return min(padded_rows(max(number, MIN_TOKENS)), most)

@@ -98,7 +98,7 @@ class Prefill:
         self.prompts = CachedPrompts()
         self._use_threads = use_threads
         self.graphs: Graphs | None = None
-        """Runs forward passes, if it is set, in few shapes."""
+        """If set, runs forward passes as CUDA graphs, with their sizes rounded up."""
         self._inputs: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         """Tokens and slots that the graphs read, by the shape of the tokens."""
         keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -166,7 +166,8 @@ class Prefill:
         )
 
     def _replay(self, graphs: Graphs, tokens: np.ndarray, slots: np.ndarray) -> None:
-        """Computes a batch by a graph, which reads tokens and slots where the first batch of this shape had them."""
+        """Computes a batch by a graph. A graph always reads the same memory, so tokens and slots are copied to the
+        tensors that the first batch of this shape used."""
         if tokens.shape not in self._inputs:
             device = self.model.device
             self._inputs[tokens.shape] = (torch.from_numpy(tokens).to(device), torch.from_numpy(slots).to(device))

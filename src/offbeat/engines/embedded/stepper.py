@@ -55,8 +55,9 @@ READ_BUCKET_TOKENS = 16
 SMALL_STEP_FLOPS = 1e9
 """Number of operations below which a forward pass runs on one thread (without `exact`); more threads would wait."""
 ADMIT_EVERY_STEPS, ADMIT_SHARE = 8, 1 / 16
-"""With graphs, requests start once this share of the slots is free, and else every so many steps: on a GPU, starting
-one request takes as long as starting many, several times as long as a step."""
+"""With graphs, waiting requests start once `ADMIT_SHARE` of the slots are free, or `ADMIT_EVERY_STEPS` steps after
+requests last started. On a GPU, starting one request takes as long as starting many, several times as long as a
+step."""
 
 
 class Stepper:
@@ -201,8 +202,8 @@ class Stepper:
         return slots
 
     def _draw_next(self, parts: Sequence[tuple[int, int]], *, any_feeding: bool) -> torch.Tensor:
-        """Draws the next token of each row and stores it; returns a mask of the rows that are done. Neither reads
-        anything back from the device nor replaces a tensor that lives on."""
+        """Draws the next token of each row and stores it; returns a mask of the rows that are done. So that a graph can
+        replay it, it reads nothing back from the device and changes the state of the slots in place."""
         num_rows, rows = sum(num for num, _ in parts), self.rows
         logits = self._next_logits(num_rows, parts)
         sampling = rows.sampling(num_rows, any_greedy=self.any_greedy, any_filtered=self.any_filtered)
@@ -233,7 +234,8 @@ class Stepper:
 
     def _check(self) -> None:
         """Raises a `UserError` if this engine's logits differ from those of the model's own code. Tries one row of a
-        few tokens and, with more than one slot, rows of one token beside it: as many as make other products."""
+        few tokens and, with more than one slot, rows of one token beside it. There are `MIN_ROWS` rows in all if there
+        are as many slots, so that `decode_forward.product` is tested too."""
         tokens = np.array(usage.probe_tokens(self.model, 7))
         own_prompts = [tokens[:6][: self.max_context_tokens - 1], tokens[6:]][: self.num_slots]
         prompts = [own_prompts[0], *[own_prompts[-1]] * (min(self.num_slots, MIN_ROWS) - 1)]
@@ -319,8 +321,8 @@ class Stepper:
         return prefix
 
     def _choose_slots(self, prefixes: Sequence[CachedPrefix | None]) -> list[int]:
-        """Takes a free slot for each request and returns these slots. `prefixes` holds each request's cached prefix,
-        whose slot it then gets. A request with None instead gets the next free slot in eviction order."""
+        """Takes a free slot for each request and returns these slots. `prefixes` holds each request's cached prefix or
+        None. A request gets the slot of its prefix; without a prefix, the next free slot in eviction order."""
         own = {prefix.slot for prefix in prefixes if prefix is not None}
         others = iter(self.cached.eviction_order(slot for slot in self.free if slot not in own))
         slots = [next(others) if prefix is None else prefix.slot for prefix in prefixes]
@@ -410,7 +412,8 @@ class Stepper:
         return generations
 
     def _clear(self, slots: Sequence[int]) -> None:
-        """Marks the rows of free slots as dead, where they keep the KV that is cached in them."""
+        """Marks the rows of free slots as dead. A dead row's position lies after the KV cached in its slot, so that
+        steps overwrite none of it."""
         self.rows.clear(slots, [self.cached.num_tokens(slot) if slot in self.cached else 0 for slot in slots])
 
     def _cache(self, slot: int, tokens: np.ndarray) -> None:

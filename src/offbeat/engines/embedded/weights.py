@@ -67,8 +67,9 @@ def stage(model: PreTrainedModel, version: Version, base: str | None = None) -> 
     if wanted != base:
         if version.base is None:
             raise EngineError(
-                f"version {version.number}: its adapter needs the base {wanted[:12]}, but model.path has {base:.12}; "
-                'give this worker the model that the run began with, or set weights.deltas = "always"'
+                f"version {version.number}: its adapter needs base weights with digest {wanted[:12]}, but those at "
+                f"model.path have digest {base:.12}; give this worker the model that the run began with, or set "
+                'weights.deltas = "always"'
             )
         pairs += _read(base_tensors(model), version, version.base)
     return Staged(wanted, pairs)
@@ -113,23 +114,30 @@ def _to_device(tensor: Tensor, own: Tensor) -> Tensor:
 def _check_names(version: Version, state: Mapping[str, Tensor], found: dict[str, Any], folder: Path) -> None:
     unknown = sorted(set(found) - set(state))
     if unknown:
-        raise EngineError(f"version {version.number}: the model has no tensor {unknown[0]} (unknown: {len(unknown)})")
+        raise EngineError(
+            f"version {version.number}: the model has no tensor {unknown[0]} (such tensors: {len(unknown)}); give this "
+            "worker the model settings of the run"
+        )
     covered = {_memory(state[name]) for name in found}
     missing = sorted(name for name, tensor in state.items() if _memory(tensor) not in covered)
     if missing:
-        raise EngineError(f"version {version.number}: {folder} has no tensor {missing[0]} (missing: {len(missing)})")
+        raise EngineError(
+            f"version {version.number}: {folder} has no tensor {missing[0]} (missing tensors: {len(missing)}); give "
+            "this worker the model settings of the run"
+        )
 
 
 def _check_tensor(version: Version, name: str, tensor: Tensor, stored: Any) -> None:
     shape, dtype = tuple(stored.get_shape()), DTYPES.get(stored.get_dtype())
     if shape != tuple(tensor.shape):
         raise EngineError(
-            f"version {version.number}: {name} has shape {shape}, but the model's has {tuple(tensor.shape)}"
+            f"version {version.number}: {name} has shape {shape}, but the model's has {tuple(tensor.shape)}; give this "
+            "worker the model settings of the run"
         )
     if dtype is None or torch.promote_types(dtype, tensor.dtype) != tensor.dtype:
         raise EngineError(
-            f"version {version.number}: {name} is {stored.get_dtype()} and would be rounded to {tensor.dtype}; "
-            "load the model in the dtype that is published"
+            f"version {version.number}: {name} is {stored.get_dtype()}, which does not fit into the model's "
+            f"{tensor.dtype}; set model.dtype to the dtype of the run's weights"
         )
 
 
