@@ -69,7 +69,7 @@ def test_what_it_prints_goes_where_it_is_told_to(tmp_path):
 def test_a_first_start_that_fails_is_for_the_user_to_mend(tmp_path):
     told = opened(engines_in(tmp_path, "--say", "ValueError: no egg", "--exit", "1"))
     how = f"vllm: its process ended with status 1: ValueError: no egg (see {tmp_path / 'engine.log'})"
-    assert told == f'{how}; without vllm: rollout.engine = "embedded"'
+    assert told == f'{how}; to do without vllm, set rollout.engine = "embedded"'
     assert len(processes(tmp_path)) == 1
 
 

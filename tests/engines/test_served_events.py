@@ -76,7 +76,9 @@ def test_an_event_without_an_end_is_refused_before_memory_is_full(monkeypatch):
 
     async def run():
         async with served(flood) as (server, visits):
-            with pytest.raises(EngineError, match=f"{server.url}/events: the server sent an event over 100000 bytes"):
+            with pytest.raises(
+                EngineError, match=f"{server.url}/events: the server sent an event longer than 100000 bytes"
+            ):
                 await all_events(server)
             await visits.was_left.wait()
 

@@ -248,7 +248,7 @@ def test_weights_that_are_not_called_as_they_were_loaded_are_refused_and_never_s
         await server.until(lambda: "resume" in server.told)
         assert engine.version == 1
         opened.set()
-        with pytest.raises(EngineDied, match=r"its weights are labelled '1-.*' after they were loaded as '2-"):
+        with pytest.raises(EngineDied, match=r"under the label '2-.*', but the server then reported the label '1-"):
             await loading
 
     play(scenario)
@@ -260,7 +260,7 @@ def test_a_label_that_changed_under_a_request_is_found_before_its_tokens_are_giv
         await server.sample("a", 2)
         server.name = "theirs"
         server.end("a")
-        with pytest.raises(EngineDied, match=r"the label of its weights changed from '1-.*' to 'theirs'"):
+        with pytest.raises(EngineDied, match=r"label for its weights changed from '1-.*' to 'theirs'"):
             await answer
         with pytest.raises(EngineDied):
             await engine.generate(request("b"))

@@ -170,7 +170,7 @@ def test_log_probs_before_temperature_are_refused_with_the_way_out(tmp_path):
         async with scripted_process(tmp_path) as process:
             process.facts["logprobs_mode"] = "raw_logprobs"
             channel = Channel(process.url)
-            with pytest.raises(EngineError, match=r"^engine\.arguments: .*logprobs-mode to raw_logprobs.*leave it out"):
+            with pytest.raises(EngineError, match=r"^engine\.arguments: --logprobs-mode raw_logprobs .* leave this"):
                 await DirectDialect(channel).probe()
             await channel.close()
 
@@ -194,7 +194,7 @@ def test_a_call_carries_all_that_decides_its_answer(tmp_path):
     ("part", "told"),
     [
         (Part("c", error="ValueError: too long"), "ValueError: too long"),
-        (Part("c", finish="repetition"), "ended an answer with 'repetition'"),
+        (Part("c", finish="repetition"), "ended an answer for an unknown reason: repetition"),
     ],
 )
 def test_an_answer_that_is_none_fails_its_request_and_says_why(tmp_path, part, told):

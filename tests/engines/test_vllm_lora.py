@@ -107,9 +107,9 @@ UNKNOWN = {"asked": f"POST {LOAD}", "status": 404, "json": {"detail": "Not Found
     ("exchanges", "root", "told"),
     [
         (server(lora_config=None), "Org/Model", f"--enable-lora --max-lora-rank 16 --max-cpu-loras 2 and {ALLOW}=1"),
-        (with_lora(max_lora_rank=8), "Org/Model", "up to rank 8, and model.lora_rank = 12; .*--max-lora-rank 16"),
+        (with_lora(max_lora_rank=8), "Org/Model", "up to rank 8, but model.lora_rank = 12; .*--max-lora-rank 16"),
         (with_lora(target_modules=["q_proj"]), "Org/Model", "q_proj.*start it without --lora-target-modules"),
-        (with_lora(lora_dtype="torch.float32"), "Org/Model", "no adapters in float32 on a GPU.*--dtype bfloat16"),
+        (with_lora(lora_dtype="torch.float32"), "Org/Model", "cannot run adapters in float32.*--dtype bfloat16"),
         (with_lora(), "Org/Other", "serves Org/Other, but the adapters' base is model.path = 'Org/Model'"),
         (with_lora(), "/", "serves /, but the adapters' base is model.path"),
         (with_lora(UNKNOWN), "Org/Model", f"loads no adapters while it runs; start it with {ALLOW}=1"),

@@ -85,8 +85,8 @@ class Chunk:
 
 
 class Dialect(Protocol):
-    """API of one server. Every call but `generate` has a deadline. Failures raise an `EngineError` that names the
-    server (`ServerAway` if it did not answer)."""
+    """API of one server. Every call to the server but `generate` has a deadline. A failed call raises an `EngineError`
+    (`ServerAway` if the server did not answer)."""
 
     async def probe(self) -> Facts:
         """Returns the server's properties. For an unsuitable server, raises an error that says how to start it."""
@@ -118,7 +118,8 @@ class Dialect(Protocol):
     async def resume(self) -> None: ...
 
     async def label(self) -> str:
-        """Returns the label of the server's weights. If it stores none, returns a text that a restart changes."""
+        """Returns the label of the server's weights. If the server stores no label, returns a text that changes when
+        the server restarts; it may be constant if a restart breaks the connection."""
         ...
 
     async def check(self) -> None:

@@ -91,7 +91,9 @@ class Server:
                         if line.startswith(b"data:"):
                             yield line[5:].strip()
                     if lines.num_bytes_left > MAX_LINE_BYTES:
-                        raise EngineError(f"{self.url}{path}: the server sent an event over {MAX_LINE_BYTES} bytes")
+                        raise EngineError(
+                            f"{self.url}{path}: the server sent an event longer than {MAX_LINE_BYTES} bytes"
+                        )
         except (aiohttp.ClientError, OSError) as error:
             raise self._away(path, error) from error
         if left := lines.left.strip():  # without a length, the end of a stream and a broken connection look the same

@@ -3,7 +3,8 @@
 Requests start and end independently, and weights may change while requests run. The engine decides which requests share
 a decode step. Every engine promises:
 
-- It takes and returns token ids. Log-probs are float32, under the version that sampled the token, after temperature.
+- It takes and returns token ids. A token's log-prob is float32, of the version that sampled the token, after
+  temperature.
 - Each token carries the version that sampled it. If weights are loaded during a generation, its tokens are split into
   one segment per version (only if `Capabilities.splits_by_version`).
 - `abort` makes `generate` return the tokens so far, with `Finish.ABORT`.
@@ -29,7 +30,7 @@ from offbeat.weights.version import Version as Version
 
 
 class EngineError(OffbeatError):
-    """An engine could not do what was asked; the message names the engine."""
+    """An engine could not do what was asked."""
 
 
 class EngineDied(EngineError):
@@ -56,9 +57,9 @@ class KvMode(StrEnum):
     REFILL = "refill"
     """Only keys and values of the version that samples the token, all computed for this request: no cache is reused."""
     STALE = "stale"
-    """Like `SAME`, but a running request keeps its keys and values when newer weights are loaded, if they are then at
-    most `Request.kv_lag` versions older. Some engines also keep them for a request that was aborted before the load and
-    is resumed after it."""
+    """Like `SAME`, but a request that runs while newer weights are loaded keeps its keys and values if the oldest of
+    them are at most `Request.kv_lag` versions older than those weights. Some engines also keep them for a request that
+    was aborted before the load and is resumed after it."""
 
 
 @dataclass(frozen=True)

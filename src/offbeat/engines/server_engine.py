@@ -186,7 +186,10 @@ class ServerEngine:
         """Raises `EngineDied` if the server's weights no longer have the label of `loaded`. Checks nothing if the
         server has no labels, or if its answers themselves say which weights sampled each token."""
         if self.facts.has_labels and not self.facts.has_spans and (label := await self.dialect.label()) != loaded.label:
-            raise EngineDied(f"the label of its weights changed from {loaded.label!r} to {label!r} without a load")
+            raise EngineDied(
+                f"the server's label for its weights changed from {loaded.label!r} to {label!r}, although this worker "
+                "loaded none; let no other program load weights into this server"
+            )
 
     async def abort(self, ids: Sequence[str] | None = None) -> None:
         self._raise_if_ended()
@@ -236,7 +239,7 @@ class ServerEngine:
             with self._deadly():
                 yield
         except asyncio.CancelledError:
-            self._die("a load was cancelled, so its weights are unknown")
+            self._die("a load was cancelled, so the server's weights are unknown")
             raise
         finally:
             self._is_loading = False
@@ -259,7 +262,10 @@ class ServerEngine:
             await self.dialect.load(version, loaded.label)
             label = await self.dialect.label()
             if self.facts.has_labels and label != loaded.label:
-                raise EngineDied(f"its weights are labelled {label!r} after they were loaded as {loaded.label!r}")
+                raise EngineDied(
+                    f"this worker loaded weights under the label {loaded.label!r}, but the server then reported the "
+                    f"label {label!r}; let no other program load weights into this server"
+                )
             for running in inside:
                 if running.call is not None:
                     running.load(loaded, keeps_kv=running in keeping)
@@ -460,8 +466,9 @@ class ActiveRequest:
         self._kv.append(min(self._kv[-1], loaded.number) if keeps_kv else loaded.number)
 
     def end(self, *, has_spans: bool) -> None:
-        """Ends the call and turns its tokens into segments, each sampled by one version. With `has_spans`, the server's
-        spans must say which weights sampled each token; otherwise drops the tokens and raises an `EngineError`."""
+        """Ends the call and turns its tokens into segments, each sampled by one version. With `has_spans`, the versions
+        are read from the server's spans; if these do not cover all tokens, the tokens are dropped and an `EngineError`
+        is raised. Without `has_spans`, all tokens are of the only version that the server had during the call."""
         tokens, logprobs = np.asarray(self._tokens, np.int32), np.asarray(self._logprobs, np.float32)
         try:
             if len(tokens):

@@ -135,8 +135,8 @@ def _devices(first: int, count: int, ours: Mapping[str, str]) -> str:
     numbers = range(first, first + count)
     if seen and numbers[-1] >= len(seen):
         raise UserError(
-            f'model.device = "cuda:{first}": CUDA_VISIBLE_DEVICES = {",".join(seen)} has no GPU {numbers[-1]}; list '
-            "it there, or use fewer GPUs"
+            f'model.device = "cuda:{first}": CUDA_VISIBLE_DEVICES = {",".join(seen)} lists only {len(seen)} GPUs, but '
+            f"number {numbers[-1]} (counted from 0) is needed; list more GPUs there, or use fewer"
         )
     return ",".join(seen[number] if seen else str(number) for number in numbers)
 
@@ -195,7 +195,10 @@ def _lora(config: Config, machine: EngineMachine) -> dict[str, str]:
     if (largest := server_rank(rank)) is None:
         raise UserError(f'model.lora_rank = {rank}: allowed up to {RANKS[-1]} with rollout.engine = "vllm"')
     if machine.num_gpus and _dtype(config, machine) == "float32":
-        raise UserError('model.dtype = "float32": allowed "bfloat16" for adapters (model.lora_rank) in vLLM on a GPU')
+        raise UserError(
+            f'model.dtype = "float32" cannot be used with model.lora_rank = {rank} in vLLM on a GPU; set it to '
+            '"bfloat16"'
+        )
     # All calls use the same adapter, so one at a time is enough.
     return {"--max-lora-rank": str(largest), "--max-loras": "1", "--max-cpu-loras": str(NUM_KEPT)}
 

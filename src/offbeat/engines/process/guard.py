@@ -1,10 +1,10 @@
 """Guard process: ends an engine's server, with all processes that the server started, when the worker ends.
 
-A SIGKILLed worker cannot clean up, and an orphaned server would hold a GPU forever. The worker holds the other end of
-the guard's standard input, which is closed when the worker ends or stops its server. Then the guard sends SIGTERM to
-the server, and after `GRACE_S` SIGKILL to the server's process group. The guard holds a lock until all these processes
-are gone. The worker's next server waits for the lock, because two servers would not fit into one GPU. The guard runs as
-a file and imports only the standard library, to start quickly.
+A SIGKILLed worker cannot clean up, and an orphaned server would hold a GPU forever. The guard's standard input is a
+pipe from the worker, so it closes when the worker ends or stops its server. Then the guard sends SIGTERM to the server,
+and after `GRACE_S` seconds SIGKILL to the server's process group. The guard holds a lock until all these processes are
+gone. The worker's next server waits for the lock, because two servers would not fit into one GPU. The guard runs as a
+file and imports only the standard library, to start quickly.
 
     guard LOCK FOLDER COMMAND ...   runs COMMAND; prints the server's process id and then its exit status, one per
                                     line; finally deletes FOLDER, unless it is ""

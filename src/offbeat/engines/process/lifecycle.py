@@ -1,8 +1,8 @@
-"""Opens a worker's engine on an HTTP server, and opens a new engine after the server restarts.
+"""Opens a worker's engine on a vLLM or SGLang server, and opens a new engine after the server restarts.
 
 The worker restarts a server of its own at growing intervals and gives up after too many deaths
 (`offbeat.rules.restarts`). For a server that the user runs (engine.url) it waits without limit. After a restart the
-weights are unknown, so each restart needs a new engine, which serves nothing before its first load.
+server's weights are unknown, so each restart needs a new engine, which generates nothing before its first load.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class ServerEngines:
             except ServerEnded as error:
                 await server.stop()
                 if error.status > 0 and not self._has_lived:  # another start would fail in the same way
-                    raise UserError(f'{error}; without {server.name}: rollout.engine = "embedded"') from error
+                    raise UserError(f'{error}; to do without {server.name}, set rollout.engine = "embedded"') from error
                 self.log(f"dead: {error}")
                 self._restarts.started()  # it never answered, so its lifetime counts as 0
                 await self._pause(error, error.status)
@@ -162,17 +162,19 @@ class ServerEngines:
         rank, kv = self.config.model.lora_rank, self.config.rollout.kv
         if rank and self.config.engine.weights == "ipc":
             raise UserError(
-                f'engine.weights = "ipc": allowed "auto", "path" with model.lora_rank = {rank}, because adapters are '
-                "read from files"
+                f'engine.weights = "ipc" cannot be used with model.lora_rank = {rank}, because adapters are read from '
+                'files; set engine.weights to "auto" or "path"'
             )
         if rank and kv == "stale":
             raise UserError(
-                f'rollout.kv = "stale": allowed "same", "refill" with model.lora_rank = {rank} on a server, where a '
-                "request that continues under the next adapter computes its keys and values again"
+                f'rollout.kv = "stale" cannot be used with model.lora_rank = {rank} on an engine server, because a '
+                "request that continues with a new adapter computes its keys and values again; set rollout.kv to "
+                '"same" or "refill"'
             )
 
     def _dialect(self) -> Dialect:
-        """Returns the dialect of the server at `url`: our own process speaks vLLM's without HTTP."""
+        """Returns the dialect of the server at `url`. A vLLM process that this worker started is reached without HTTP,
+        any other server by HTTP."""
         config = self.config
         if config.rollout.engine == "vllm" and self._server is not None:
             from offbeat.engines.vllm.direct import Channel, DirectDialect, DirectLoraDialect
@@ -210,7 +212,7 @@ class ServerEngines:
         if kv not in can:
             await engine.close()
             allowed = ", ".join(f'"{mode}"' for mode in sorted(can))
-            raise UserError(f'rollout.kv = "{kv}": allowed {allowed} with {engine.capabilities.fingerprint}')
+            raise UserError(f'rollout.kv = "{kv}": {engine.capabilities.fingerprint} supports only {allowed}')
 
 
 def _sees_gpu() -> bool:

@@ -134,8 +134,9 @@ class SglangDialect:
         sampling = call.sampling
         if not self._is_tempered and sampling.temperature not in (0.0, 1.0):
             raise EngineError(
-                f"{self.server.url}: the server's log-probs are those before temperature, which forbids "
-                f"temperature = {sampling.temperature:g}; start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
+                f"{self.server.url}: the server's log-probs are those before temperature, so temperature = "
+                f"{sampling.temperature:g} cannot be used; start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB in its "
+                "environment"
             )
         return {
             "rid": _rid(call.id),
@@ -167,8 +168,8 @@ class SglangDialect:
             num_new = meta.completion_tokens - num_before
             if not 0 <= num_new <= len(sampled):
                 raise EngineError(
-                    f"{self.server.url}{GENERATE}: the server sent {len(sampled)} log-probs in an event that ends at "
-                    f"token {meta.completion_tokens}, after one that ended at {num_before}"
+                    f"{self.server.url}{GENERATE}: an event takes the answer from {num_before} to "
+                    f"{meta.completion_tokens} tokens, but has {len(sampled)} log-probs"
                 )
             sampled = sampled[len(sampled) - num_new :]
         else:

@@ -1,8 +1,9 @@
-"""vLLM in a process of the worker's own, at a Unix socket: `inside/offbeat_vllm_process.py` as a `Dialect`.
+"""`Dialect` for vLLM in a process that the worker starts and reaches through a Unix socket.
 
-Compared with vLLM's HTTP server, which remains the way to a vLLM elsewhere (engine.url), this saves HTTP, JSON and a
-second process between the worker and the engine. Every release reports which weights sampled which tokens, and may keep
-the keys and values of running requests across a load.
+The process runs `inside/offbeat_vllm_process.py`. There is no HTTP, no JSON and no second process between the worker
+and the engine. A vLLM that the user runs (engine.url) is reached through its HTTP server instead (`vllm.api`). With
+every release of vLLM, the process reports which weights sampled which tokens, and can keep the keys and values of
+running requests across a load.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Channel:
         self._broken: ServerAway | None = None
 
     async def ask(self, name: str, /, *, within_s: float = CALL_WITHIN_S, **arguments: Any) -> Any:
-        """Asks the process for anything but tokens; returns its answer."""
+        """Makes the process run its function `name` with `arguments`; returns the result. Tokens are asked for by
+        `generate`."""
         number = next(self._numbers)
         answered = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
@@ -139,7 +141,8 @@ class Channel:
             parts.put_nowait(None)
 
     def _away(self) -> ServerAway:
-        """Returns a new error, because one that is raised twice grows a traceback of both."""
+        """Returns a copy of the error that broke the connection; raising the same object again would lengthen its
+        traceback."""
         assert self._broken is not None, "nothing was sent yet"
         return ServerAway(str(self._broken), is_refused=self._broken.is_refused)
 
@@ -157,8 +160,8 @@ class DirectDialect:
         facts = await self.channel.ask("facts")
         if (mode := facts["logprobs_mode"]) != "processed_logprobs":
             raise EngineError(
-                f"engine.arguments: they set vLLM's logprobs-mode to {mode}, but log-probs after temperature are "
-                "needed; leave it out"
+                f"engine.arguments: --logprobs-mode {mode} is given, but log-probs after temperature are needed; leave "
+                "this option out"
             )
         self._is_on_cpu = facts["is_on_cpu"]
         await self.resume()  # an earlier engine of this worker may have been cut off in a load
@@ -201,7 +204,9 @@ class DirectDialect:
         try:
             finish = Finish(part.finish) if part.finish else None
         except ValueError as error:
-            raise EngineError(f"{self.channel.url}: vLLM ended an answer with {part.finish!r}") from error
+            raise EngineError(
+                f"{self.channel.url}: vLLM ended an answer for an unknown reason: {part.finish}"
+            ) from error
         spans = [Span(label, start, end) for label, start, end in part.spans]
         return Chunk(part.tokens, part.logprobs, finish, spans, part.num_cached)
 
@@ -230,7 +235,8 @@ class DirectDialect:
         return str(await self.channel.ask("label", within_s=CHECK_WITHIN_S))
 
     async def check(self) -> None:
-        """Does nothing: `label` is answered between two decode steps, so its answer shows that the process works."""
+        """Does nothing: no separate health check is needed, because a reply to `label` already shows that the process
+        works."""
 
     async def close(self) -> None:
         await self.channel.close()

@@ -134,7 +134,7 @@ class LoraDialect(VllmDialect):
             raise EngineError(f"{self.server.url}: this vLLM has no LoRA; {wanted} and {ALLOW}=1 in its environment")
         if int(lora.get("max_lora_rank", 0)) < self.rank:
             raise EngineError(
-                f"{self.server.url}: this vLLM takes adapters up to rank {lora.get('max_lora_rank')}, and "
+                f"{self.server.url}: this vLLM takes adapters up to rank {lora.get('max_lora_rank')}, but "
                 f"model.lora_rank = {self.rank}; {wanted}"
             )
         if lora.get("target_modules"):
@@ -144,12 +144,12 @@ class LoraDialect(VllmDialect):
             )
         if "float32" in str(lora.get("lora_dtype")) and "cpu" not in str(config.get("device_config")):
             raise EngineError(
-                f"{self.server.url}: vLLM has no adapters in float32 on a GPU; start it with --dtype bfloat16"
+                f"{self.server.url}: vLLM on a GPU cannot run adapters in float32; start it with --dtype bfloat16"
             )
         if not self._has_base():
             raise EngineError(
-                f"{self.server.url}: serves {self._root}, but the adapters' base is model.path = {self.model!r}; start "
-                f"it with {self.base}"
+                f"{self.server.url}: this vLLM serves {self._root}, but the adapters' base is model.path = "
+                f"{self.model!r}; start it with the model {self.base}"
             )
         await self._refuse_fixed()
 

@@ -41,7 +41,7 @@ class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
 
 
 class Ask(msgspec.Struct, tag="ask", array_like=True, frozen=True):
-    """Asks for anything but tokens; `Answer` has the same `number`."""
+    """Asks the process to run its function `name`; the `Answer` has the same `number`."""
 
     number: int
     name: str
@@ -57,8 +57,8 @@ class Part(msgspec.Struct, array_like=True, frozen=True):
     finish: str = ""
     """Why the answer has ended, in the last part; "" in all others."""
     spans: list[tuple[str, int, int]] = []
-    """In the last part: for each label of the weights, the answer's first token sampled by them, and the one after the
-    last."""
+    """In the last part: entries (label, start, end), each for tokens `start` to `end` (exclusive) of the answer, all
+    sampled by the weights with this label."""
     num_cached: int | None = None
     """In the first part: input tokens whose keys and values were cached."""
     error: str = ""

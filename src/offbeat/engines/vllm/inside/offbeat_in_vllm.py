@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Extension:
-    """Class that vLLM mixes into its worker class; the engine calls its methods by name over HTTP."""
+    """Class that vLLM mixes into its worker class. Offbeat calls its methods by name, as it calls those of vLLM."""
 
     model_runner: Any
 

@@ -53,7 +53,7 @@ class Client:
         self.is_gone = True
 
     def send(self, content: bytes = b"") -> None:
-        """Sends `content` after what was not sent before, as far as the socket takes it."""
+        """Appends `content` to `unsent`, and sends as much of that as the socket takes at once."""
         self.unsent += content
         try:
             while self.unsent:
@@ -73,7 +73,7 @@ class Running:
         self.logprobs: list[float] = []
         self.num_tokens = 0
         self.starts: list[tuple[str, int]] = []
-        """Label of the weights, and the first token that they sampled."""
+        """Labels of the weights that sampled the answer, each with the index of the first token that they sampled."""
         self.num_cached: int | None = None
 
     def take(self, output: EngineCoreOutput, label: str) -> None:
@@ -289,7 +289,8 @@ class Process:
         self.label = label
 
     def add_adapter(self, name: str, folder: str) -> None:
-        """Reads an adapter. Its name must be new: vLLM tells adapters apart by number."""
+        """Makes vLLM read the adapter in `folder`. Gives it a new number, by which vLLM tells adapters apart. `name`
+        must not be in use."""
         self.num_adapters += 1
         adapter = LoRARequest(name, self.num_adapters, folder)
         self.core.add_lora(adapter)
