@@ -137,10 +137,10 @@ def test_requests_share_a_prefix_within_one_load_and_a_refilled_one_with_nobody(
 @pytest.mark.parametrize(
     ("spans", "told"),
     [
-        ([Span("0-a", 0, 2)], "end at token 2 of 3"),
-        ([Span("0-a", 1, 3)], "do not continue at token 0"),
-        ([Span("0-a", 0, 2), Span("0-a", 1, 3)], "do not continue at token 2"),
-        ([], "end at token 0 of 3"),
+        ([Span("0-a", 0, 2)], "end at token 2, but it sent 3 tokens"),
+        ([Span("0-a", 1, 3)], "leave a gap or overlap at token 0"),
+        ([Span("0-a", 0, 2), Span("0-a", 1, 3)], "leave a gap or overlap at token 2"),
+        ([], "end at token 0, but it sent 3 tokens"),
     ],
 )
 def test_spans_that_do_not_cover_the_answer_are_refused_and_nothing_is_taken_over(spans, told):
@@ -159,5 +159,5 @@ def test_tokens_of_weights_that_nobody_here_loaded_end_the_engine():
 
 
 def test_a_token_without_its_logprob_is_refused():
-    with pytest.raises(EngineError, match="2 tokens came with 1 log-probs"):
+    with pytest.raises(EngineError, match="2 tokens but 1 log-probs"):
         begun().take(Chunk([1, 2], [-1.0]))

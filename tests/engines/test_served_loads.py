@@ -276,7 +276,7 @@ def test_tokens_of_weights_that_nobody_here_loaded_end_every_request():
         server.end("a")
         for ended in (answer, other):
             with pytest.raises(
-                EngineDied, match=r"engine w \(scripted 1.0\): it sent tokens of weights labelled 'theirs'"
+                EngineDied, match=r"engine w \(scripted 1.0\): the server sent tokens of weights labelled 'theirs'"
             ):
                 await ended
 

@@ -166,7 +166,7 @@ def test_an_answer_that_is_none_fails_its_request_alone_and_frees_the_server_of_
     async def scenario(engine: ServerEngine, server: ScriptedServer) -> None:
         answer, other = await begin(engine, server, "a", "b")
         await server.say("a", Chunk([1, 2], [-1.0]))
-        with pytest.raises(EngineError, match="2 tokens came with 1 log-probs"):
+        with pytest.raises(EngineError, match="2 tokens but 1 log-probs"):
             await answer
         assert server.inside.keys() == {"b"}
         server.end("b")

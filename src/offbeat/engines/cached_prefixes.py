@@ -49,7 +49,7 @@ class CachedPrefix:
 
 
 class CachedPrefixes:
-    """Index of the prefixes cached in free slots, at most one per slot; the caller copies and overwrites the slots."""
+    """Index of the prefixes cached in free slots, at most one per slot. The caller moves their keys and values."""
 
     def __init__(self) -> None:
         self._prefixes: dict[int, CachedPrefix] = {}

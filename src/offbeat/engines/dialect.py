@@ -20,7 +20,7 @@ from offbeat.weights.version import Version
 
 T = TypeVar("T")
 STREAM_TOKENS = 32
-"""Tokens per streamed event. With fewer, events cost the server more than sampling; with more, tokens arrive late."""
+"""Tokens per streamed event. With fewer, events take the server longer than sampling; with more, tokens come late."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Chunk:
     tokens: Sequence[int] = ()
     logprobs: Sequence[float] = ()
     finish: Finish | None = None
-    """Reason of the end, in the last chunk; None in all others."""
+    """Why the answer ended, in the last chunk; None in all others."""
     spans: Sequence[Span] = ()
     """Spans of the whole answer, in the last chunk only; always empty if the server reports no spans."""
     num_cached: int | None = None

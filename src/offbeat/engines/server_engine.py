@@ -168,8 +168,8 @@ class ServerEngine:
         raise ServerAway(f"request {running.request.id}: the server's answer ended without a finish reason")
 
     def _count(self, running: ActiveRequest, chunk: Chunk) -> None:
-        """Adds a chunk of an answer to `metrics`. What was prefilled and resumed is known once the first token comes,
-        and only from servers that report `num_cached`."""
+        """Adds a chunk of an answer to `metrics`. The numbers of prefilled and resumed tokens are known once the first
+        token comes, and only from servers that report `num_cached`."""
         assert running.call is not None
         self._num_rows += len(chunk.tokens)
         if chunk.tokens and not running.num_sampled:
@@ -448,7 +448,9 @@ class ActiveRequest:
 
     def take(self, chunk: Chunk) -> None:
         if len(chunk.tokens) != len(chunk.logprobs):
-            raise EngineError(f"{self._label}: {len(chunk.tokens)} tokens came with {len(chunk.logprobs)} log-probs")
+            raise EngineError(
+                f"{self._label}: the server sent {len(chunk.tokens)} tokens but {len(chunk.logprobs)} log-probs"
+            )
         self._tokens.extend(chunk.tokens)
         self._logprobs.extend(chunk.logprobs)
         if chunk.spans:
@@ -491,12 +493,21 @@ class ActiveRequest:
         at = 0
         for span in self._spans:
             if span.label not in known:
-                raise EngineDied(f"it sent tokens of weights labelled {span.label!r}, which this worker did not load")
+                raise EngineDied(
+                    f"the server sent tokens of weights labelled {span.label!r}, which this worker did not load; let "
+                    "no other program load weights into this server"
+                )
             if span.start != at or span.end <= at:
-                raise EngineError(f"{self._label}: the server's spans {self._spans} do not continue at token {at}")
+                raise EngineError(
+                    f"{self._label}: the server's spans (which weights sampled which tokens) leave a gap or overlap at "
+                    f"token {at}: {self._spans}"
+                )
             at = span.end
         if at != num_tokens:
-            raise EngineError(f"{self._label}: the server's spans end at token {at} of {num_tokens}")
+            raise EngineError(
+                f"{self._label}: the server's spans (which weights sampled which tokens) end at token {at}, but it "
+                f"sent {num_tokens} tokens"
+            )
         return self._spans
 
     def _segment(self, span: Span, tokens: np.ndarray, logprobs: np.ndarray) -> Segment:

@@ -70,7 +70,7 @@ def resolve(path: str | Path, *, need_weights: bool = True) -> Path:
 
 
 def is_hub_name(path: str | Path) -> bool:
-    """Returns whether a model path is a name on the Hugging Face hub: no folder here, and of the form owner/name."""
+    """Whether `path` is taken as a name on the Hugging Face hub: it has the form owner/name and is no local folder."""
     return HUB_ID.fullmatch(str(path)) is not None and not Path(path).expanduser().exists()
 
 
@@ -238,7 +238,7 @@ def load_state(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> N
 
 
 def _tied_names(model: torch.nn.Module) -> list[tuple[list[str], torch.Tensor]]:
-    """Returns each of the model's tensors once, with all its names; transformers saves the tensor under the first."""
+    """Returns each of the model's tensors once, with all its names. Transformers saves it under the first of them."""
     tied_targets = getattr(model, "all_tied_weights_keys", None) or {}
     names_by_tensor: dict[int, tuple[list[str], torch.Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():  # the parameters themselves, for `id`

@@ -126,7 +126,7 @@ class Stepper:
                 self._forward = recorded(DecodeForward(self.model), self._decode_inputs())
 
     def use_graphs(self, graphs: Graphs) -> None:
-        """Runs steps and prefills by `graphs` from now on."""
+        """Runs steps and prefills through `graphs` from now on."""
         self._graphs = self.prefill.graphs = graphs
 
     def submit(self, request: Request) -> None:

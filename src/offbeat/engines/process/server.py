@@ -56,9 +56,9 @@ class EngineServer:
         start_within_s: float,
     ):
         """`name` appears in errors. Each start makes a new endpoint and passes the endpoint's options to `command`,
-        which returns the command line. The server starts once an earlier server is gone and its guard has released the
-        lock on the file `lock`. Its output is appended to `log`. A server that does not answer within `start_within_s`
-        seconds is stopped."""
+        which returns the command line. The server starts once an earlier server is gone and that server's guard has
+        released the lock on the file `lock`. The server's output is appended to `log`. A server that does not answer
+        within `start_within_s` seconds is stopped."""
         self.name, self.log, self.start_within_s = name, log, start_within_s
         self._command, self._environment, self._lock = command, dict(environment), lock
         self._new_endpoint = new_endpoint

@@ -46,8 +46,8 @@ START_TIME = re.compile(r"^process_start_time_seconds ([0-9.e+]+)$", re.MULTILIN
 
 
 class VllmDialect:
-    """Implements `offbeat.engines.dialect.Dialect` for a vLLM server whose weights are all replaced by each version.
-    `LoraDialect` is for runs that train adapters."""
+    """Implements `offbeat.engines.dialect.Dialect` for a vLLM server, in a run that trains all weights. `LoraDialect`
+    is for runs that train adapters."""
 
     def __init__(self, server: Server, transfer: Transfer | None = None):
         self.server = server

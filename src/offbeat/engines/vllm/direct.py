@@ -31,7 +31,7 @@ MODULE = "offbeat_vllm_process"
 
 
 class Channel:
-    """Connection to a vLLM process; opened by the first message. Once it has broken, or was closed, everything raises
+    """Connection to a vLLM process; opened by the first message. Once it has broken or was closed, every call raises
     `ServerAway`: a process that has ended does not come back at its socket."""
 
     def __init__(self, url: str):
@@ -148,7 +148,7 @@ class Channel:
 
 
 class DirectDialect:
-    """Implements `offbeat.engines.dialect.Dialect` for a vLLM process whose weights are all replaced by each version.
+    """Implements `offbeat.engines.dialect.Dialect` for a vLLM process, in a run that trains all weights.
     `DirectLoraDialect` is for runs that train adapters."""
 
     def __init__(self, channel: Channel, transfer: Transfer | None = None):

@@ -49,7 +49,7 @@ class Client:
         except BlockingIOError:
             return
         except (OSError, ValueError) as error:
-            print(f"offbeat: a client is dropped: {error}", flush=True)
+            print(f"offbeat: a worker's connection is closed: {error}", flush=True)
         self.is_gone = True
 
     def send(self, content: bytes = b"") -> None:
@@ -102,7 +102,7 @@ class Running:
 
 
 class Process:
-    """The engine, its clients and their answers."""
+    """Runs the engine and answers its clients' messages."""
 
     def __init__(self, core: EngineCore, listener: socket.socket):
         self.core, self.listener = core, listener
@@ -160,8 +160,8 @@ class Process:
         self.sockets.register(connection, selectors.EVENT_READ, client)
 
     def tend(self) -> None:
-        """Makes `exchange` wait for what each client needs next. Forgets clients that are gone, and ends their
-        answers."""
+        """Makes `exchange` wait for each client's messages, and for room in its socket if bytes are left to send.
+        Forgets clients that are gone, and ends their answers."""
         for client in self.clients:
             if client.is_gone:
                 self.sockets.unregister(client.connection)
