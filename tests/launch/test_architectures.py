@@ -87,7 +87,9 @@ def refused_folder(tmp_path):
 @pytest.mark.parametrize("engine", ["embedded", "vllm", "sglang"])
 def test_a_trainer_refuses_a_model_whatever_engine_it_is_to_have(engine, refused_folder):
     config = Config.model_validate({"model": {"path": str(refused_folder)}, "rollout": {"engine": engine}})
-    with pytest.raises(UserError, match=r"RobertaForCausalLM \(roberta\): beside others a sample's log-probs"):
+    with pytest.raises(
+        UserError, match=r"RobertaForCausalLM \(roberta\): in a micro-batch with others, a sample's log-probs"
+    ):
         make_policy(config)
 
 

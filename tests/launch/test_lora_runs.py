@@ -158,7 +158,7 @@ def test_a_checkpoint_on_another_base_or_of_another_kind_of_adapter_is_refused(t
     def with_rank(saved: dict) -> None:
         saved["adapter"]["config"] = saved["adapter"]["config"].replace('"r": 4', '"r": 8')
 
-    assert "the checkpoint has model.lora_rank = 8, the run 4" in told_after(with_rank)
+    assert "the checkpoint has model.lora_rank = 8, but the run has 4" in told_after(with_rank)
     assert "holds all weights, but an adapter would be trained" in told_after(lambda saved: saved.pop("adapter"))
     manifest.write_text(whole)
     other = load_model("offbeat-tiny", torch.float32, CPU)

@@ -102,7 +102,7 @@ def test_a_value_head_that_breaks_every_advantage_shows_for_every_sample():
         broken.head.linear.bias.fill_(torch.inf)
     done = repeat(broken, SAMPLES, StepSettings(gae=GaeSettings()), lr=1e-2)
     assert done.module == "value_head"
-    assert done.problem.tensor == "the value head's guess"
+    assert done.problem.tensor == "the value head's estimate"
     assert len(done.samples) == len(SAMPLES)
 
 

@@ -89,7 +89,7 @@ def test_a_gradient_whose_norm_alone_overflows_is_told():
 def test_a_value_that_is_not_finite_is_not_blamed_on_other_samples_advantages():
     learner = policy(has_value_head=True)
     learner.head.values = lambda original=learner.head.values: _with_inf(original())
-    with pytest.raises(NotFinite, match="the value head's guess") as told:
+    with pytest.raises(NotFinite, match="the value head's estimate") as told:
         train_step(learner, SAMPLES, StepSettings(gae=GaeSettings()), lr=1e-2)
     assert (told.value.sample, told.value.token) == (1, 1)
 

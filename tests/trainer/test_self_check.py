@@ -9,7 +9,7 @@ from offbeat.errors import UserError
 from offbeat.model.lora import Lora, attach
 from offbeat.trainer.policy import AdamSettings, Policy
 
-LOOK = r"LlamaForCausalLM \(llama\): beside others a sample's log-probs are off by"
+LOOK = r"LlamaForCausalLM \(llama\): in a micro-batch with others, a sample's log-probs are off by"
 
 
 class SeesNeighbours(torch.nn.Module):
@@ -45,7 +45,7 @@ def test_a_model_whose_code_fails_is_refused_in_one_line():
 
     model = tiny_model("llama")
     model.model.layers[0].mlp = Fails()
-    with pytest.raises(UserError, match=r"a pass forward and back fails: TypeError: not today nor tomorrow"):
+    with pytest.raises(UserError, match=r"a forward and backward pass fails: TypeError: not today nor tomorrow"):
         Policy(model, AdamSettings())
 
 
@@ -69,7 +69,9 @@ def test_a_model_that_has_no_way_back_is_refused_in_one_line():
 
     model = tiny_model("llama")
     model.model.layers[1].mlp = Wrapped(model.model.layers[1].mlp)
-    with pytest.raises(UserError, match=r"a pass forward and back fails: AssertionError: put the model into training"):
+    with pytest.raises(
+        UserError, match=r"a forward and backward pass fails: AssertionError: put the model into training"
+    ):
         Policy(model, AdamSettings())
 
 

@@ -84,7 +84,8 @@ def takes_varlen(query: Tensor, value: Tensor) -> bool:
 
 @cache
 def varlen_kernel() -> Callable[..., Any] | None:
-    """Returns torch's attention for sequences of uneven length; None before torch 2.10. The import takes a second."""
+    """Returns torch's attention for sequences of uneven length; None if torch is too old to have it, or to support
+    windows in it. The import takes a second."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

@@ -45,8 +45,8 @@ class SegmentFinding(NamedTuple):
 
 @dataclass(frozen=True)
 class Findings:
-    """Result of an audit: which samples not to train on, and how many tokens of each segment were compared and off. The
-    tensors stay on the device of the log-probs; reading their values waits for that device."""
+    """Result of an audit: which samples must not be trained on, and how many tokens were compared in each segment. The
+    tensors stay on the device of the log-probs, so reading their values waits for that device."""
 
     is_off: Tensor
     """True for each sample that must not be trained on."""
@@ -193,7 +193,8 @@ def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
 class Witnesses(WeightFolder):
     """Folder with the weights of the latest `num_kept` versions, for audits of older tokens.
 
-    The files are hard links to published files, which cost disk space but no time. Audits skip a missing version.
+    The files are hard links to the published files, or copies where links are impossible. Audits skip a missing
+    version.
     """
 
     def __init__(self, folder: Path, num_kept: int):

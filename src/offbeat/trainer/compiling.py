@@ -21,7 +21,8 @@ log = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 MAX_VARIANTS = 64
-"""Most forms of one function that torch compiles; its default of 8 is too few for models with layers of many kinds."""
+"""Largest number of variants of one function that torch may compile. Its default of 8 is too small for models with
+layers of many kinds."""
 
 
 def layers_of(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:

@@ -1,8 +1,8 @@
-"""AdamW whose moments stay in host memory: 8 bytes a parameter less on the GPU.
+"""AdamW whose moments stay in host memory, which saves 8 bytes of GPU memory per parameter.
 
-An update copies the moments to the GPU a chunk at a time, computes there, and copies them back. The three parts run in
-three CUDA streams, so both directions of the bus and the computation overlap. The arithmetic is torch's own, so the
-result has the same bits as an update with all moments on the GPU.
+An update copies the moments to the GPU a chunk at a time, computes there, and copies them back. The two copies and the
+computation run in three CUDA streams, so that they overlap. The arithmetic is torch's own, so the result has the same
+bits as an update with all moments on the GPU.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 CHUNK_NUMBERS = 2**25
-"""Numbers of each moment in a chunk. These 134 MB are enough to hide the latency of a transfer; three chunks of both
-moments take 0.8 GB on the GPU."""
+"""Length of a chunk: how many numbers of each of the two moments it holds. These 134 MB per moment are enough to hide
+the latency of a transfer; three chunks of both moments take 0.8 GB on the GPU."""
 NUM_BUFFERS = 3
 """Number of chunks on the GPU: one being copied in, one in use, one being copied out."""
 
@@ -86,8 +86,8 @@ class HostAdamW(torch.optim.AdamW):
 
 
 def pinned_zeros(like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Returns zeros of the shape of `like` in host memory that a GPU can read at full speed. torch's own pinned memory
-    rounds each size up to a power of two, which would take twice the memory."""
+    """Returns zeros of the shape of `like` in pinned host memory, which a GPU can read at full speed. torch's own
+    function is not used: it rounds each size up to a power of two, and so takes up to twice the memory."""
     zeros = torch.zeros(like.shape, dtype=dtype)
     if (error := torch.cuda.cudart().cudaHostRegister(zeros.data_ptr(), zeros.nbytes, 0)).value:
         raise MemoryError(f"{zeros.nbytes / 1e9:.1f} GB of host memory cannot be pinned: {error}")

@@ -41,15 +41,16 @@ LATER_BYTES, LATER_BYTES_WITHOUT_MOMENTS = 12, 4
 
 @dataclass
 class MicrobatchSize:
-    """Most `tokens` in a micro-batch. `shrinks`: whether this number is halved when the GPU runs out of memory.
-    `on_change` is then called with the new number."""
+    """Largest number of tokens in a micro-batch (`tokens`). With `shrinks`, it is halved when the GPU runs out of
+    memory, and `on_change` is called with the new number."""
 
     tokens: int
     shrinks: bool = False
     on_change: Callable[[int], None] = lambda tokens: None
 
     def fitting(self, work: Callable[[], T], undo: Callable[[], object]) -> T:
-        """Returns the result of `work`. If the GPU's memory runs out, calls `undo`, halves the size and tries again."""
+        """Returns the result of `work`. If the GPU's memory runs out, calls `undo`, halves the size and tries again.
+        Raises a `UserError` if the size may not shrink further."""
         while True:
             try:
                 return work()
@@ -90,7 +91,8 @@ def measured(policy: Policy, num_taken_bytes: int, longest: int) -> int:
 
 
 def _peak_bytes(policy: Policy, num_tokens: int, longest: int) -> int:
-    """Returns the peak memory of a forward and backward pass over `num_tokens` tokens, besides what is held before."""
+    """Returns the memory that a forward and backward pass over `num_tokens` tokens takes at its peak, in addition to what
+    was allocated before."""
     empty_cache(policy.device)
     torch.cuda.reset_peak_memory_stats(policy.device)
     before = torch.cuda.memory_allocated(policy.device)
@@ -99,7 +101,7 @@ def _peak_bytes(policy: Policy, num_tokens: int, longest: int) -> int:
 
 
 def _pass_over(policy: Policy, num_tokens: int, longest: int) -> None:
-    """Runs a forward and backward pass over random tokens, in samples that are as long as they may be."""
+    """Runs a forward and backward pass over `num_tokens` random tokens, in samples of at most `longest` tokens."""
     rng = np.random.default_rng(0)
     vocabulary = policy.model.config.get_text_config().vocab_size
     samples: list[Sample] = []

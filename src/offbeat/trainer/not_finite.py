@@ -31,7 +31,7 @@ SUFFIX = ".batch"
 
 
 class NotFinite(OffbeatError):
-    """A tensor of the current step holds NaN or infinity; nothing was updated with it."""
+    """A tensor of the current step holds NaN or infinity; no weights were updated with it."""
 
     def __init__(self, tensor: str, sample: int | None = None, token: int | None = None):
         super().__init__(f"{tensor} is not finite")
@@ -80,7 +80,7 @@ class FailedStep:
         content = FailedStepDump(FORMAT, self.batch, version.number, self.lr, *found, self.config)
         try:
             self.file = save(folder, content, version.path)
-            self._kept = f"kept as {self.file}: offbeat replay {self.file} says more"
+            self._kept = f"is kept as {self.file}: offbeat replay {self.file} says more"
         except OSError as problem:
             self._kept = f"could not be kept in {folder}: {problem.strerror}"
 
@@ -98,7 +98,7 @@ class FailedStep:
         """Returns the message for users; `saved_step` is the step of the latest checkpoint, None without one."""
         return (
             f"step {self.step + 1}: {self.error}{f' ({self.place})' if self.place else ''}; its batch (step "
-            f"{self.batch.step + 1}, from version {self.version.number}) is {self._kept}; "
+            f"{self.batch.step + 1}, from version {self.version.number}) {self._kept}; "
             f"{self._recovery_hint(saved_step, checkpoints)}"
         )
 
@@ -148,13 +148,17 @@ def read(file: Path) -> FailedStepDump:
         form = msgspec.msgpack.decode(packed, type=dict)["format"]
         if form != FORMAT:
             raise UserError(
-                f"{file} has format {form}; this Offbeat reads format {FORMAT}; use the version that wrote the file"
+                f"{file} has format {form}; this Offbeat reads format {FORMAT}; use the Offbeat that wrote it"
             )
         return msgspec.msgpack.decode(packed, type=FailedStepDump, dec_hook=_from_wire)
     except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}; give a .batch file of a run's broken/") from error
+        raise UserError(
+            f"{file}: cannot be read: {error.strerror}; give a .batch file from the folder broken/ of a run"
+        ) from error
     except (zstandard.ZstdError, msgspec.MsgspecError, KeyError) as error:
-        raise UserError(f"{file} is damaged or not a saved batch; give a .batch file of a run's broken/") from error
+        raise UserError(
+            f"{file} is damaged or not a saved batch; give a .batch file from the folder broken/ of a run"
+        ) from error
 
 
 def _to_wire(value: Any) -> Any:

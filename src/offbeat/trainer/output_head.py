@@ -32,7 +32,7 @@ CHUNK_MULTIPLE = 128
 
 @dataclass
 class OutputHead:
-    """A model's output layer, and how the model adjusts its logits: `softcap` bounds them, then `scale` multiplies."""
+    """A model's output layer, and how its logits are adjusted: bounded by `softcap`, then multiplied by `scale`."""
 
     layer: nn.Linear
     scale: float = 1.0
@@ -94,7 +94,7 @@ class OutputHead:
 
 
 def exceeds_chunk(num_targets: int, vocabulary: int) -> bool:
-    """Whether the logits of `num_targets` tokens take more memory than a chunk, so that chunks are worth it."""
+    """Whether the logits of `num_targets` tokens take more memory than a chunk may, so that chunks save memory."""
     return num_targets * vocabulary * PLAIN_BYTES > CHUNK_BYTES
 
 

@@ -53,7 +53,7 @@ class Sample:
     earlier: tuple[float, ...] = ()
     """Rewards, known when the batch was claimed, of other answers to the prompt that are not in the batch."""
     is_proven: bool = True
-    """Whether earlier audits found the sample's workers honest; if not, all tokens that can be audited are."""
+    """Whether earlier audits found the sample's workers honest; if not, every token that can be audited is audited."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.response), len(self.logprobs), len(self.mask), len(self.ages)}
@@ -139,12 +139,12 @@ def _has_old_kv(segment: Segment) -> bool:
 
 
 BUCKET_RATIO = 0.6
-"""Least length of a bucket's shortest sequence, as a share of its longest; bounds the padding in attention."""
+"""Least length of a bucket's shortest sequence, as a share of its longest sequence; bounds the padding in attention."""
 
 
 @dataclass(frozen=True)
 class Varlen:
-    """Row layout for kernels that take sequences of uneven length, without padding and without moving a query.
+    """Row layout for attention kernels that take sequences of uneven length: no padding, and queries stay in the row.
 
     The row is cut into runs: each run is a prompt, or a response without its last token. The queries of a response
     attend to the keys of its prompt and to its own keys. So a prompt's keys are repeated for each response.

@@ -165,7 +165,7 @@ class Policy:
         with uncompiled(self.is_compiled), without_random(model):
             found = OutputHead.of(model, tokens)
         if found is None:
-            log.warning("%s: logits are computed all at once, which takes more memory", kind_of(model))
+            log.warning("%s: logits cannot be computed in chunks, so training takes more memory", kind_of(model))
             return None
         masters = {id(p): master for p, master in zip(self.parameters, self.masters, strict=True)}
         found.gradient_of, found.fuses = lambda weight: masters.get(id(weight)), self.is_compiled
@@ -417,7 +417,7 @@ def check_forward(model: PreTrainedModel, usage: Usage, is_compiled: bool = Fals
     own forward pass, for comparison: one that shares its prompt with another sample, and one that does not.
     """
     samples = _samples(model)
-    with one_line_errors(model, "a pass forward and back"), without_random(model):
+    with one_line_errors(model, "a forward and backward pass"), without_random(model):
         batch = pack(samples, range(len(samples)), model.device)
         logits = _forward_backward(model, batch, usage)[batch.target_row]
         together = logits.split([sample.num_tokens for sample in samples])
@@ -428,8 +428,9 @@ def check_forward(model: PreTrainedModel, usage: Usage, is_compiled: bool = Fals
             gap, allowed = distance(found, alone[0, len(sample.prompt) - 1 :]), max_distance(model)
             if gap is not None and not gap <= allowed:
                 raise UserError(
-                    f"model.path: {kind_of(model)}: beside others a sample's log-probs are off by {gap:.2g} of their "
-                    f"spread (allowed {allowed:g}), so it cannot be trained; take a model that docs/models.md lists"
+                    f"model.path: {kind_of(model)}: in a micro-batch with others, a sample's log-probs are off by "
+                    f"{gap:.2g} of their spread (allowed {allowed:g}), so the model cannot be trained; take a model "
+                    "that docs/models.md lists"
                 )
 
 

@@ -21,11 +21,11 @@ log = logging.getLogger(__name__)
 SAFE_SHARE = 0.8
 """Share of the free host memory that a snapshot may take; the rest is for what other processes take later."""
 MIN_PINNED_BYTES = 1 << 20
-"""Size of a tensor from which pinning pays. Memory is pinned by whole pages, which small tensors share."""
+"""Smallest tensor whose copy is pinned, in bytes. Memory is pinned by whole pages, which small tensors share."""
 
 
 class Snapshot:
-    """Host memory for a copy of some tensors. `name` says of what, for people."""
+    """Host memory for a copy of some tensors. `name` says in warnings what is copied, such as "a checkpoint"."""
 
     def __init__(self, name: str):
         self.name = name
@@ -34,8 +34,8 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """Returns copies of `tensors`, which the next call overwrites. Returns None, and says so once, if the host's
-        memory is too small for them."""
+        """Returns copies of `tensors`, which the next call overwrites. Returns None if the host's memory is too
+        small for them, and logs a warning the first time."""
         missing = [name for name in tensors if name not in self._held]
         num_bytes = sum(tensors[name].nbytes for name in missing)
         if missing and not fits(num_bytes, host_memory()[0]):
@@ -57,7 +57,7 @@ class Snapshot:
 
 
 def fits(num_bytes: int, num_free_bytes: int) -> bool:
-    """Whether a snapshot of `num_bytes` leaves enough of the free host memory to others."""
+    """Whether a snapshot of `num_bytes` leaves enough of the free host memory to other processes."""
     return num_bytes <= SAFE_SHARE * num_free_bytes
 
 
@@ -66,5 +66,5 @@ def _host_memory_for(tensor: Tensor) -> Tensor:
         try:
             return pinned_zeros(tensor, tensor.dtype)
         except MemoryError as error:  # a limit on locked memory: copying is slower then
-            log.info("the copy is not pinned: %s", error)
+            log.info("a copy of a tensor is not pinned, so copying is slower: %s", error)
     return torch.zeros(tensor.shape, dtype=tensor.dtype)  # new memory, which many threads fill faster than one copy

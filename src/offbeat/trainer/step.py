@@ -111,7 +111,7 @@ def train_step(
 
 
 BUCKET_ENDS = (0, 1, 2, 4, 8)
-"""Metrics divide tokens into buckets by staleness: the largest staleness, in steps, of each bucket but the last."""
+"""Largest staleness, in steps, of each bucket but the last. Metrics divide tokens into buckets by staleness."""
 BUCKET_NAMES = ("0", "1", "2", "3-4", "5-8", "9+")
 
 
@@ -155,7 +155,7 @@ class StepMetrics:
     left_out: tuple[int, ...] = ()
     """Indices of samples that were not trained on, because their log-probs do not fit the versions that they name."""
     compared: tuple[SegmentFinding, ...] = ()
-    """Segments whose reported log-probs were compared with the trainer's under the version that sampled the segment."""
+    """Segments whose reported log-probs were compared with those that the trainer computed with the same version."""
     by_staleness: dict[str, StalenessMetrics] = field(default_factory=dict)
 
     def row(self) -> dict[str, float]:
@@ -185,8 +185,8 @@ class StepInProgress:
         self.policy, self.samples, self.settings, self.reference = policy, samples, settings, reference
         self.size = size or MicrobatchSize(settings.tokens_per_microbatch)
         self.proximal: dict[int, np.ndarray] = {}
-        """Log-probs at the start of the step, by sample index. Empty with one update and no value head, where the
-        forward pass for the loss gives them."""
+        """Log-probs at the start of the step, by sample index. Empty with one update and no value head, because the
+        forward pass for the loss then gives them."""
         self.values: dict[int, np.ndarray] = {}
         self.witnessed: dict[int, np.ndarray] = {}
         """Log-probs of older tokens under the weights of their own version, by sample index; NaN: not computed."""
@@ -220,7 +220,7 @@ class StepInProgress:
         for i, values in self.values.items():
             wrong = np.flatnonzero(~np.isfinite(values) & self.samples[i].mask)
             if len(wrong):  # a single one would make all advantages NaN
-                raise NotFinite("the value head's guess", i, int(wrong[0]))
+                raise NotFinite("the value head's estimate", i, int(wrong[0]))
 
     def accumulate(self, part: Sequence[int], only: Sequence[int] | None = None) -> None:
         """Accumulates the gradient of one update from the samples with the indices `part`. With `only`, a subset of
@@ -275,7 +275,8 @@ class StepInProgress:
 
     def _tokens(self, batch: Microbatch, logprobs: Tensor, reference: Tensor | None) -> Tokens:
         """Audits a micro-batch and returns its tokens for the loss. Samples that fail the audit are masked, and so are
-        tokens with NaN or infinity. Appends the audit's results and the place of the first such token to `pending`."""
+        tokens with NaN or infinity. Appends to `pending` the audit's results and the index of the first token with NaN
+        or infinity."""
         chosen = [self.samples[i] for i in batch.samples]
         start = self._start(batch)
         proximal = logprobs.detach() if start is None else start

@@ -5,10 +5,11 @@ makes it known, and a checkpoint holds only state that the ledger does not have.
 restart claims the same batch for the same step. A step that meets NaN or infinity, or fails otherwise, ends the run; if
 the step has made no update yet, a checkpoint saves the state before the step.
 
-Checkpoints are written from a snapshot while the next step is made. So is a version, if the next batch is there already
-when a step ends; otherwise workers wait for the version, and nothing could overlap. At most one of each is being
-written. The ledger sees the same calls in the same order as without overlap: a batch is claimed after the commit of the
-step before last, versions are committed one after the other, and a checkpoint is begun after the commit of its version.
+Checkpoints are written from a snapshot while the next step is made. A version is written in the same way if the next
+batch is already there when a step ends. If not, workers are waiting for the version, so it is written at once. At most
+one checkpoint and one version are being written at a time. The ledger sees the same calls in the same order as without
+overlap: a batch is claimed after the commit of the step before last, versions are committed one after the other, and a
+checkpoint is begun after the commit of its version.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from offbeat.weights.version import Version
 log = logging.getLogger(__name__)
 
 MAX_CLAMPED_SHARE = 0.001
-"""A warning is logged if a larger share of a step's tokens has a clamped log-ratio; so many cannot be chance."""
+"""Largest share of a step's tokens that may have a clamped log-ratio without a warning; more cannot be chance."""
 REPORT_WITHIN_S = 60.0
 """Seconds for which to try to report a checkpoint to the coordinator."""
 
@@ -65,23 +66,23 @@ class TrainerSettings:
 
 @dataclass(frozen=True)
 class StepReport:
-    """Report of a finished step. `step` counts from 0, so that it is also the step of the version that was trained."""
+    """Report of a finished step. `step` counts from 0, so it is also the step of the version with which it began."""
 
     step: int
     batch: Batch
     metrics: StepMetrics
     lr: float
     weights: PublishFigures | None = None
-    """Bytes and seconds that publishing the newest version took: that of this step or, while that is still being
-    written, the one before; None: unknown."""
+    """Bytes and seconds that publishing the latest version took; None: unknown. The latest version is that of this step
+    or, while that one is still being written, the version before it."""
 
 
 class Behind:
-    """Work that goes on behind the next step, one piece at a time. An error of it ends the run: every later call of
-    `end` raises it."""
+    """Runs work in the background while the next step is made, one piece of work at a time. If the work fails, every
+    later call of `end` raises its error, which ends the run."""
 
     def __init__(self, span: Callable[[], AbstractContextManager[object]]):
-        """`span` measures a piece of work."""
+        """`span` returns a context that measures how long a piece of work takes."""
         self.failed = asyncio.Event()
         self._span = span
         self._task: asyncio.Task[None] | None = None
@@ -184,7 +185,8 @@ class Trainer:
         await self.save()
 
     async def _let_finish(self, error: BaseException) -> None:
-        """Waits for what is being written when the run ends with `error`, and logs its own errors."""
+        """Waits until no version or checkpoint is being written, after the run has failed with `error`. Logs errors of
+        this writing, unless they are `error` itself."""
         for work in (self._publishing, self._saving):
             try:
                 await work.end()
@@ -211,7 +213,7 @@ class Trainer:
 
     async def _make_step(self, batch: Batch) -> StepReport:
         """Trains on a batch, publishes the new version, and commits the step at the coordinator; returns its report.
-        If the next batch is there already, only begins to publish."""
+        If the next batch is already there, publishing and committing may continue in the background."""
         assert self.version is not None
         lr, num_updates = self.settings.learning_rate(self.step), self.policy.num_updates
         with self.span("train"):
@@ -279,7 +281,7 @@ class Trainer:
 
     async def save(self, *, behind: bool = False, keeps_all: bool = False) -> None:
         """Saves a checkpoint, unless there is one of this step. With `behind`, returns as soon as the state is copied,
-        if the host's memory suffices for a copy."""
+        if the host's memory suffices for a copy. With `keeps_all`, deletes no older checkpoint."""
         with self.span("checkpoint"):
             await self._publishing.end()
             await self._saving.end()
@@ -328,7 +330,11 @@ class Trainer:
         try:
             await self.save(keeps_all=True)
         except OffbeatError as problem:
-            log.warning("step %d: the state before the step cannot be saved: %s", self.step, problem)
+            log.warning(
+                "the state with which the failed step began (checkpoint of step %d) cannot be saved: %s",
+                self.step,
+                problem,
+            )
 
     @asynccontextmanager
     async def _between_steps(self, stop: asyncio.Event) -> AsyncIterator[None]:
@@ -391,13 +397,18 @@ class Trainer:
         number = self.step + 1  # as in the metrics, which count from 1
         if gap > settings.max_logprob_gap:
             log.warning(
-                "step %d: log-prob gap %.3g between engine and trainer is over loss.max_logprob_gap", number, gap
+                "step %d: log-probs of engine and trainer differ by %.3g on fresh tokens, over loss.max_logprob_gap: "
+                "compare model.dtype with the engine's dtype",
+                number,
+                gap,
             )
             self.event("logprob_gap", step=number, gap=gap, limit=settings.max_logprob_gap)
 
         is_audited = settings.step.max_sample_gap is not None  # if not (paced engine), tokens come from no weights
         if is_audited and share > MAX_CLAMPED_SHARE:
-            log.warning("step %d: %.2g %% of the tokens have a log-ratio beyond the clamp", number, 100 * share)
+            log.warning(
+                "step %d: %.2g %% of tokens have a log-ratio beyond the clamp; lower optimizer.lr", number, 100 * share
+            )
             self.event("clamped", step=number, share=share, limit=MAX_CLAMPED_SHARE)
 
 
