@@ -134,7 +134,7 @@ def test_a_full_disk_does_not_keep_a_trajectory_from_being_sent(versions, tmp_pa
 
     with caplog.at_level(logging.WARNING):
         scene(script)
-    assert "task 1 cannot be written to the spool" in caplog.text
+    assert "the answer to task 1 cannot be written to the spool" in caplog.text
 
 
 def test_a_cancelled_worker_hands_nothing_back_and_lets_a_load_finish(versions):

@@ -91,8 +91,8 @@ def measured(policy: Policy, num_taken_bytes: int, longest: int) -> int:
 
 
 def _peak_bytes(policy: Policy, num_tokens: int, longest: int) -> int:
-    """Returns the memory that a forward and backward pass over `num_tokens` tokens takes at its peak, in addition to what
-    was allocated before."""
+    """Returns the memory that a forward and backward pass over `num_tokens` tokens takes at its peak, in addition to
+    what was allocated before."""
     empty_cache(policy.device)
     torch.cuda.reset_peak_memory_stats(policy.device)
     before = torch.cuda.memory_allocated(policy.device)

@@ -41,7 +41,7 @@ GetPiece = Callable[[str], bytes | memoryview]
 
 
 class AssemblyStep(NamedTuple):
-    """Change of a part (up to 16 MiB of a tensor) by one manifest; `piece` is the digest of the piece that holds it."""
+    """Change of a part (up to 16 MiB of a tensor) by one manifest; `piece` is the digest of the piece that has its code."""
 
     piece: str
     part: Part
@@ -184,7 +184,7 @@ class _Pieces:
         self._held: dict[str, memoryview] = {}
 
     def take(self, step: AssemblyStep) -> memoryview:
-        """Returns the coded bytes of an `AssemblyStep`. Call it once for each: a piece is freed after its last use."""
+        """Returns the coded bytes of `step`. Call it once for each step: a piece is freed after its last use."""
         with self._locks[step.piece]:
             held = self._held.pop(step.piece, None)
             if held is None:

@@ -49,7 +49,7 @@ def planes(items: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def joined(parts: list[np.ndarray]) -> np.ndarray:
-    """Rebuilds integers from arrays of their bytes: `parts[0]` has all lowest bytes, `parts[1]` the next, and so on."""
+    """Rebuilds integers from their planes: `parts[0]` holds the lowest byte of each, `parts[1]` the next, and so on."""
     rows = np.empty((parts[0].size, len(parts)), np.uint8)
     for byte, plane in enumerate(parts):
         rows[:, byte] = plane
@@ -118,7 +118,7 @@ class Streams:
 
     def end(self) -> None:
         if len(self.view):
-            raise CodecError(f"the encoded tensor has {len(self.view)} bytes left over after its last stream")
+            raise CodecError(f"the code has {len(self.view)} bytes left over after its last stream")
 
 
 # The sparse code: positions of changed elements of two bytes, and their differences.
@@ -136,11 +136,12 @@ MEAN_GAP_BITS = 6
 FILLER = 255
 """Byte of a coded gap that stands for 255, to which the next byte is added; gaps of 255 or more need it."""
 MANY_LARGER = 0.25
-"""From this share of large changes on (by more than 1, as integers), a limit is considered (see `_limit`). Weights with
-a normal spread have fewer. Quantised weights and small learning rates give more, most of them near zero."""
+"""Smallest share of large changes (by more than 1, as integers) among all changes with which a limit is considered (see
+`_limit`). In normally distributed weights the share is smaller. It is larger in quantised weights and with small
+learning rates, and then most of the large changes are near zero."""
 NEAR_QUANTILE = 0.75
-"""`_limit` takes the old bits, without sign, of the elements that changed by more than 1. The limit is just above this
-quantile of them."""
+"""Quantile from which `_limit` computes the limit: the limit is just above this quantile of the old bits, without sign,
+of the elements that changed by more than 1."""
 MIN_NEAR_CHANGED = 0.6
 """Smallest share of changed elements among those below the limit (see `_limit`); with less, no limit is used."""
 SIZE_BITS = 0x7FFF
@@ -157,7 +158,7 @@ class SparseChanges(NamedTuple):
 
 
 def encode_sparse(changes: SparseChanges, new: np.ndarray, old: np.ndarray) -> bytes:
-    """Returns the code that turns raw bytes `old` into `new`; `changes` lists the elements that differ, never none."""
+    """Returns the code that turns raw bytes `old` into `new`; `changes`, not empty, lists the elements that differ."""
     new_items, old_items = items_of(new, 2), items_of(old, 2)
     sizes = np.abs(changes.differences.view("<i2")).view("<u2")  # right for -32768 too, whose abs() overflows to itself
     limit = _limit(changes, sizes, old_items)

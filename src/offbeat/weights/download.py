@@ -255,7 +255,9 @@ def _check(data: bytes, number: int, version_digest: str | None, digest: str) ->
     if found.number != number:
         raise ManifestError(f"version {number}: the manifest received is that of version {found.number}")
     if version_digest not in (None, found.digest):
-        raise ManifestError(f"version {number}: the manifest received is of other weights, digest {found.digest[:12]}")
+        raise ManifestError(
+            f"version {number}: the manifest received belongs to other weights, digest {found.digest[:12]}"
+        )
     return found
 
 

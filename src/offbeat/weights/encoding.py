@@ -1,8 +1,9 @@
-"""Codes parts of tensors, each with or without the same part of a base (an older version), and packs codes into pieces.
+"""Codes parts of tensors and packs the codes into pieces.
 
-A part has up to 16 MiB and is read once. While it is in the processor's cache, one thread compares it with the base's
-part, checks it for NaN and infinity, hashes it, codes it and writes it to the whole file. A part equal to the base's is
-not hashed, because its digest is known.
+A part has up to 16 MiB and is read once. It is coded as its change since the same part of a base (an older version), or
+without a base. While the part is in the processor's cache, one thread compares it with the base's part, checks it for
+NaN and infinity, hashes it, codes it and writes it to the whole file. A part equal to the base's is not hashed, because
+its digest is known.
 """
 
 from __future__ import annotations
@@ -173,8 +174,8 @@ def _on_host(data: Tensor) -> np.ndarray:
 
 
 def _changes(part: RawPart, new: np.ndarray, old: np.ndarray) -> SparseChanges | None:
-    """Finds on the part's device which elements of `new` differ from `old`. Returns None if the type does not have two
-    bytes."""
+    """Finds on the part's device which elements of `new` differ from `old`. Returns None unless the type's elements have
+    two bytes."""
     if ITEM_BYTES[part.dtype] != 2:
         return None
     if part.data.is_cuda:
@@ -228,7 +229,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Chain:
-    """Size of the versions that a worker that joins late has to fetch: an anchor, in full, and the deltas since."""
+    """Size of what a late worker has to fetch for one version: the last full version, and the deltas since then."""
 
     full_bytes: int
     num_deltas: int = 0

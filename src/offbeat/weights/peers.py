@@ -2,8 +2,8 @@
 
 If a peer does not answer, is too slow, or lacks the piece, the next source continues from the bytes received so far. If
 several peers contributed to a piece with wrong bytes, it is fetched again from one of them alone. So no honest peer is
-blamed for long. A peer that is itself still receiving the piece is given time while it reports progress. The limit is
-the time that a few pieces take at the lowest accepted rate.
+blamed for long. A peer that is itself still receiving the piece is given time while it reports progress, but at most
+about the time that a few pieces take at the lowest accepted rate.
 
 Guarantees: `piece` and `manifest` deliver the verified content or raise the root's error. Every wait for a peer has a
 deadline; the root has its own. A key is shown only to the peer that it is for.
@@ -165,7 +165,7 @@ MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 MAX_REMEMBERED = 1000
 WRITE_BYTES = 1024 * 1024
 EARLIER = "earlier"
-"""Stands in `PartialPiece.givers` for the unknown sources of bytes from an earlier attempt."""
+"""Stands in `PartialPiece.givers` for the sources of bytes from an earlier attempt, which are unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -445,7 +445,8 @@ class PeerSources:
 
 
 class _Waiting:
-    """Limits the wait for a piece that a peer is itself receiving: `still_s` without progress, `within_s` in all."""
+    """Limits the wait for a piece that a peer is itself receiving: at most `still_s` seconds without progress, and
+    at most `within_s` seconds in all."""
 
     def __init__(self, clock: Callable[[], float], *, still_s: float, within_s: float):
         self._clock, self._still_s, self._end_s = clock, still_s, clock() + within_s

@@ -62,7 +62,7 @@ class PieceDamaged(OffbeatError):
 
 
 class StoreError(OffbeatError):
-    """A store is full, cannot be reached or does not work; the message names it and the remedy."""
+    """A store is full, out of reach, defective or used by another run; the message names it and the remedy."""
 
 
 class Times(NamedTuple):

@@ -93,7 +93,7 @@ class VersionCache:
         self._verified[path] = _file_status(path)
 
     def invalidate(self, path: Path) -> None:
-        """Makes the version be hashed again before its next use."""
+        """Forgets that the version at `path` was verified, so that it is hashed again before its next use."""
         self._verified.pop(path, None)
 
     def discard(self, path: Path) -> None:
@@ -190,7 +190,9 @@ class Receiver:
         try:
             manifest = await self.downloads.manifest(version.number, version.digest, version.manifest)
             if manifest.step != version.step:
-                raise ManifestError(f"its manifest names step {manifest.step}, the coordinator step {version.step}")
+                raise ManifestError(
+                    f"its manifest says step {manifest.step}, but the coordinator says step {version.step}"
+                )
             found = manifest.base if manifest.kind is Kind.ADAPTER else None
             if found is not None and not await in_thread(self._has_base, found.digest):
                 base = await self.downloads.manifest(found.number, found.digest, found.manifest or "")
@@ -206,7 +208,9 @@ class Receiver:
         if await in_thread(self.cache.holds, path, digest):
             return path
         if manifest is None and self._copy is None:
-            raise OffbeatError(f"version {number} was published without a manifest; run the same Offbeat everywhere")
+            raise OffbeatError(
+                f"version {number} was published without a manifest; run the same version of Offbeat everywhere"
+            )
         figures = ReceiveFigures(number)
         try:
             if manifest is None:

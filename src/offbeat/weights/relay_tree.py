@@ -23,7 +23,8 @@ FAN_OUT = 2
 MUCH_FASTER = 2.0
 """A receiver replaces its site's head if its rate from the root is more than this many times the head's."""
 WORTH_LEVELS = 2
-"""Fewest levels of the tree that a move must save. Each level delays a receiver by about the time of one piece."""
+"""Least number of levels by which a move that shortens a path must shorten it. Each level delays a receiver by about
+the time of one piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +107,9 @@ class SiteTree:
         self.parents[name] = min(servers, key=lambda other: (tree.excess(other), *tree.nearness(other)), default=ROOT)
 
     def _step_down(self, name: str) -> None:
-        """Gives all children of a receiver to others. If it has any, it first swaps places with a receiver that can
-        serve: a head with the one of the best rate from the root, others with the one farthest from the root."""
+        """Makes a receiver feed no others. If it has children, it first swaps places with a receiver that can serve: a
+        head with the one that has the best rate from the root, any other receiver with the one farthest from the root.
+        Children that it has after the swap are attached elsewhere."""
         tree = self._snapshot()
         others = [other for other in tree.depths if tree.fan_outs[other] and other != name]
         if not tree.children[name] or not others:
@@ -153,7 +155,7 @@ class SiteTree:
 
 
 class _Snapshot:
-    """A site's tree at one moment; `fan_outs` holds the most children that each receiver should feed."""
+    """A site's tree at one moment; `fan_outs` holds the largest number of children that each receiver should feed."""
 
     def __init__(self, parents: Mapping[str, str], fan_outs: Mapping[str, int]):
         self.fan_outs = fan_outs
@@ -182,7 +184,8 @@ class _Snapshot:
         return sorted(found, key=self.nearness)
 
     def relief(self) -> tuple[str, str] | None:
-        """Returns a move as (child of an overloaded relay, relay with room for it); None if there is none."""
+        """Returns a move that relieves an overloaded relay, as (child of that relay, relay with room for the child).
+        Returns None if no relay is overloaded or none has room."""
         crowded = [name for name in self.depths if len(self.children[name]) > self.fan_outs[name]]
         rooms = self.rooms()
         if not crowded or not rooms:
@@ -191,7 +194,8 @@ class _Snapshot:
         return next(child for child in children if not self.is_below(rooms[0], child)), rooms[0]  # one of at least two
 
     def shortcut(self) -> tuple[str, str] | None:
-        """Returns a move as (receiver needlessly far from the root, nearer relay with room); None if there is none."""
+        """Returns a move that shortens the longest path, as (receiver farthest from the root, nearer relay with room);
+        None if no move saves `WORTH_LEVELS` levels."""
         rooms, leaves = self.rooms(), [name for name in self.depths if not self.children[name]]
         if not rooms or not leaves:
             return None

@@ -19,8 +19,8 @@ EVERY_S = 30.0
 IDLE_AFTER_S = 5.0
 """Seconds without a task until a worker is called idle; short waits between two steps are normal."""
 UNTOLD_S = 15.0
-"""Used instead of `IDLE_AFTER_S` while the coordinator has not yet said why there is no task. It is longer because one
-call for tasks takes up to 5 seconds."""
+"""Seconds without a task until a worker is called idle if the coordinator has not yet said why there is no task. They
+are more than `IDLE_AFTER_S`, because one call for tasks takes up to 5 seconds."""
 REMIND_EVERY_S = 300.0
 """Seconds after which an idle worker says again that it is idle."""
 
@@ -36,7 +36,8 @@ class WorkerProgress:
         is_cut_off: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`say` prints a line. While `is_cut_off()`, the coordinator is silent and the worker is not called idle."""
+        """`say` prints a line. While `is_cut_off()` is true, the coordinator does not answer, so the worker is not
+        called idle."""
         self.name, self._metrics, self._say = name, metrics, say
         self._is_cut_off, self._clock = is_cut_off, clock
         self._start_s = self._figures_s = self._busy_s = clock()

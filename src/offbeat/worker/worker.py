@@ -1,7 +1,7 @@
 """The rollout loop: lease tasks, generate with the engine, submit the trajectories.
 
-Concurrent loops lease tasks for the engine's free slots, renew leases, load newer versions during generation, stop
-unfinished tasks at the end of a round, and report decode step times. Guarantees:
+Concurrent loops lease tasks for the engine's free slots, renew leases, load newer versions during generation, and stop
+unfinished tasks at the end of a round. Guarantees:
 
 - A task that requires a version is sampled from that version alone. No other version is loaded while such a task runs,
   nor between a lease call and the start of the leased tasks. All other tasks continue across a load, split into
@@ -62,13 +62,13 @@ BEATS_PER_TTL = 3
 LOAD_WITHIN_S = 60.0
 """Longest time that an unfinished load may delay the end of the worker; only a hung device takes longer."""
 VERSION_WITHIN_S = 60.0
-"""Longest time that an unfinished answer waits for a version as new as its last tokens'; then it is handed back."""
+"""Longest time that an unfinished answer waits for a version that may continue it; then it is handed back."""
 DRAIN_WITHIN_S = 60.0
 """Longest time that a leaving worker takes to hand back its tasks and have its last trajectories acknowledged."""
 
 
 class _GaveUp(Exception):
-    """Draining took too long."""
+    """Draining took longer than its time limit, so the worker ends with unacknowledged work."""
 
 
 class Worker:
@@ -106,11 +106,11 @@ class Worker:
         self._drain_within_s = DRAIN_WITHIN_S
         self._over.set()
         self.run_over: RunOver | None = None
-        """Why the run was over; None: it was not, when this worker heard of it last."""
+        """Error by which this worker learned that the run is over; None: it has not learned so."""
         self.num_answers = self.num_tokens = 0
         """Answers that were finished here, and tokens that were sampled here."""
         self.why_idle = ""
-        """The coordinator's reason for giving no task at the latest lease call; "": it gave none."""
+        """Why the latest lease call gave no task, in words for a person; "": it gave one, or no reason is known."""
 
     @property
     def has_unsent(self) -> bool:
@@ -177,7 +177,7 @@ class Worker:
         except TimeoutError as error:
             left = len(self.running) + len(self._outbox)
             log.warning(
-                "worker %s: leaving with %d trajectories not acknowledged after %g s",
+                "worker %s: leaving, although %d trajectories are not acknowledged after %g s",
                 self.name,
                 left,
                 self._drain_within_s,
@@ -266,7 +266,7 @@ class Worker:
             await self._end([running for running in still if running.task.id in answer.lost], AbortReason.LOST)
 
     async def _end(self, ended: Iterable[ActiveTask], abort_reason: AbortReason) -> None:
-        """Aborts running tasks in the engine; `abort_reason` tells `_generate` what to do with their new tokens."""
+        """Aborts the tasks `ended` in the engine; `abort_reason` tells `_generate` what to do with their new tokens."""
         ids = []
         for running in ended:
             if running.abort_reason is not AbortReason.LOST:
@@ -411,7 +411,8 @@ class AbortReason(StrEnum):
     LOST = "lost"
     """The worker lost the lease: it discards the task's new tokens."""
     RELOAD = "reload"
-    """The engine loads weights and cannot split an answer: new tokens are handed back; else the task restarts."""
+    """The engine loads weights and cannot split an answer: new tokens are handed back. A task without any is sent to
+    the engine again after the load."""
     LEAVE = "leave"
     """The worker leaves: new tokens are handed back. The coordinator frees the lease of a task without any."""
     STOP = "stop"
