@@ -174,8 +174,8 @@ def _on_host(data: Tensor) -> np.ndarray:
 
 
 def _changes(part: RawPart, new: np.ndarray, old: np.ndarray) -> SparseChanges | None:
-    """Finds on the part's device which elements of `new` differ from `old`. Returns None unless the type's elements have
-    two bytes."""
+    """Finds on the part's device which elements of `new` differ from `old`. Returns None if the type's elements do not
+    have two bytes."""
     if ITEM_BYTES[part.dtype] != 2:
         return None
     if part.data.is_cuda:
