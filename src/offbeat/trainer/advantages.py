@@ -174,7 +174,8 @@ def estimate(
 
 
 def whitened(advantages: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Returns the advantages, scaled to mean 0 and standard deviation 1 over the tokens in `masks`, and 0 elsewhere."""
+    """Returns the advantages, shifted and scaled to mean 0 and standard deviation 1 over the tokens in `masks`; 0 at
+    other tokens."""
     trained = np.concatenate([a[m] for a, m in zip(advantages, masks, strict=True)]) if advantages else np.zeros(0)
     if len(trained) < 2 or np.ptp(trained) <= EQUAL_WITHIN:
         return [np.zeros_like(a) for a in advantages]

@@ -90,7 +90,10 @@ def pinned_zeros(like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     function is not used: it rounds each size up to a power of two, and so takes up to twice the memory."""
     zeros = torch.zeros(like.shape, dtype=dtype)
     if (error := torch.cuda.cudart().cudaHostRegister(zeros.data_ptr(), zeros.nbytes, 0)).value:
-        raise MemoryError(f"{zeros.nbytes / 1e9:.1f} GB of host memory cannot be pinned: {error}")
+        raise MemoryError(
+            f"{zeros.nbytes / 1e9:.1f} GB of host memory cannot be pinned: {error}; free host memory, or raise the "
+            "limit on locked memory (ulimit -l)"
+        )
     # The address may be used again, and CUDA refuses copies from memory that is half registered.
     weakref.finalize(zeros, _unpin, zeros.data_ptr()).atexit = False
     return zeros

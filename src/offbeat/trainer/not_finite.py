@@ -1,7 +1,7 @@
 """Steps that met NaN or infinity: the error, and the dump from which `offbeat replay` repeats the step.
 
     broken/step-00000013.batch      the batch, the run's configuration, and where NaN or infinity was found
-    broken/step-00000013.weights/   the published weights that the step began with, as hard links
+    broken/step-00000013.weights/   the published weights that the step began with, as hard links or copies
 
 A dump is written by an atomic rename. Resuming a run does not need the dump; users may delete it.
 """
@@ -126,8 +126,8 @@ def locate(error: NotFinite, batch: Batch) -> tuple[int | None, str]:
 
 
 def save(folder: Path, dump: FailedStepDump, weights: Path) -> Path:
-    """Writes a dump, with hard links to the weights beside it, and returns its file. Raises OSError if the batch cannot
-    be written. If only the weights cannot be linked, logs a warning."""
+    """Writes a dump, with hard links to the weights (or copies of them) beside it, and returns its file. Raises OSError
+    if the batch cannot be written. If only the weights cannot be kept, logs a warning."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"step-{dump.batch.step + 1:08d}{SUFFIX}"
     try:

@@ -27,7 +27,7 @@ FUSED_BYTES, PLAIN_BYTES = 4, 8
 """Bytes of memory per logit. If the operations on logits are fused (compiled), a logit and its gradient are held, both
 in bfloat16; otherwise a logit and a number computed from it, both in float32."""
 CHUNK_MULTIPLE = 128
-"""A chunk's number of tokens is a multiple of this where possible, because the tiles of matrix products are."""
+"""A chunk's number of tokens is a multiple of this where possible, to fit the tiles of matrix products."""
 
 
 @dataclass

@@ -2,8 +2,9 @@
 
 For each prompt, the row holds the prompt and then each of its responses without the last token, which predicts nothing.
 So layers that work token by token compute no padding. For attention, a `RowLayout` says how to gather the sequences
-(each a prompt and a response). Sequences of similar length form a bucket, each attends only to itself, and `restore`
-maps the results back to the row. A prompt has the same results in all of its sequences, so those of any one are used.
+(each a prompt and a response). Sequences of similar length form a bucket. Each sequence attends only to itself, and
+`restore` maps the results back to the row. A prompt has the same results in all of its sequences, so the results of any
+one of them are used.
 
 A model that cannot be run on such a row (`Usage.packs`) gets the sequences as right-padded rows, one row each.
 """

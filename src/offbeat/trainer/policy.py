@@ -82,8 +82,8 @@ class Policy:
         moments_on_host: bool = False,
     ):
         """`gradient_checkpointing` is True for all layers, or the share of layers to checkpoint. `moments_on_host`
-        keeps AdamW's moments in host memory and computes updates on the GPU. With `compiles`, layers are compiled
-        unless compiling fails on this machine; `TORCHDYNAMO_DISABLE=1` prevents it, too."""
+        keeps AdamW's moments in host memory and computes updates on the GPU. With `compiles`, layers are compiled,
+        unless this fails on this machine or `TORCHDYNAMO_DISABLE=1` is set."""
         self.usage = use_packed_attention(model)
         self.model, self.temperature, self.adam = model, temperature, adam
         self.device = next(model.parameters()).device
@@ -151,7 +151,7 @@ class Policy:
         return forward(self.model, microbatch, self.temperature, self.usage, self.head, output)
 
     def _output_head(self, model: PreTrainedModel, microbatch: Microbatch) -> OutputHead | None:
-        """Returns the output layer of `model`, to compute the micro-batch's logits in chunks; None: all at once."""
+        """Returns the output head with which to compute the micro-batch's logits in chunks; None: compute all at once."""
         model = model.model if isinstance(model, AdapterDisabled) else model
         vocabulary = model.config.get_text_config().vocab_size
         if not exceeds_chunk(len(microbatch.targets), vocabulary):

@@ -114,7 +114,7 @@ def _check_chain(chain: Sequence[Manifest], base: Path | None) -> None:
             )
         if (stands_on.number, stands_on.digest) != (before.number, before.digest):
             raise WeightsError(
-                f"version {manifest.number}: consists of changes to version {stands_on.number} (digest "
+                f"version {manifest.number} consists of changes to version {stands_on.number} (digest "
                 f"{stands_on.digest[:12]}), but the version assembled before it is {before.number} (digest "
                 f"{before.digest[:12]})"
             )

@@ -63,8 +63,8 @@ class StoreSources:
         return self._store.get_manifest(*entry)
 
     def _anchor_deltas_last(self, entries: list[Entry]) -> list[Entry]:
-        """Moves the delta manifests of anchors to the end of `entries`. An anchor's full manifest is better, because
-        the delta's base may have been deleted."""
+        """Returns `entries` with the delta manifests of anchors at the end. An anchor's full manifest is better,
+        because the delta's base may have been deleted."""
         deltas = {self._delta_of(entry) for entry in entries} if len(entries) > 1 else set()
         return sorted(entries, key=lambda entry: entry[1] in deltas)
 

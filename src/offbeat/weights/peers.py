@@ -38,7 +38,7 @@ WEIGHT = 0.3
 FAR_SLOWER = 0.25
 """A source below this share of the best source's rate is asked after the others, even if these cross slow links."""
 FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
-"""Seconds for which a peer rests (is asked last): after its first failure, and at most after repeated failures."""
+"""Seconds for which a peer rests (is asked last): after a first failure, and the longest after repeated failures."""
 DAMAGED_REST_S = 300.0
 """Seconds for which a peer is not asked at all after it sent wrong bytes."""
 FORGOTTEN_AFTER_S = 60.0

@@ -118,9 +118,9 @@ class Outbox:
     """Submits trajectories to the coordinator, each in its own asyncio task. The caller's task group passes errors on.
 
     With a spool, a trajectory is on disk before the first attempt to send it and until it is acknowledged or refused. A
-    refused trajectory is logged and discarded; if its task is still leased to this worker, the task is failed.
-    Trajectories that came too late are discarded and counted; their number is logged once nothing is left to send. The
-    client handles broken connections.
+    refused trajectory is logged and discarded; if its task is still leased to this worker, the task is reported as
+    failed. Trajectories that came too late are discarded and counted; their number is logged once nothing is left to
+    send. The client handles broken connections.
     """
 
     def __init__(self, worker: str, client: WorkerClient, spool: Spool | None, changes: Notifier):

@@ -8,7 +8,8 @@ unfinished tasks at the end of a round. Guarantees:
   segments, or are handed back as partials if the engine cannot split. A version with a lower number than the current
   one is loaded only while no task generates; with `finishes`, this holds for every version. No task begins during a
   load.
-- At the end of a round, tasks with new tokens are handed back as partials, and others untouched. Evaluation goes on.
+- At the end of a round, tasks with new tokens are handed back as partials, and others are given back untouched.
+  Evaluation tasks go on.
 - Trajectories are sent by the outbox; their leases are renewed until the coordinator has acknowledged or refused them.
 - A task whose generation fails is reported as failed, with the reason; any other error ends the worker. A worker that
   drains hands unfinished tasks back; one that is cancelled does not.
@@ -402,7 +403,7 @@ class Worker:
         try:
             await self.client.fail(task.id, task.fence, reason)
         except REFUSALS as error:
-            log.warning("worker %s: the failure of task %d was refused: %s", self.name, task.id, error)
+            log.warning("worker %s: the report that task %d failed was refused: %s", self.name, task.id, error)
 
 
 class AbortReason(StrEnum):
@@ -427,7 +428,7 @@ class ActiveTask:
     trajectory: Trajectory
     abort_reason: AbortReason | None = None
     is_waiting: bool = False
-    """Whether the task is not in the engine yet, because it waits for weights."""
+    """Whether the task is not in the engine now, because it waits for weights."""
     round: int | None = None
     """Round at whose end the task is stopped; None: the task runs until it ends by itself."""
     is_untouched: bool = False
