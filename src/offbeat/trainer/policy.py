@@ -151,7 +151,7 @@ class Policy:
         return forward(self.model, microbatch, self.temperature, self.usage, self.head, output)
 
     def _output_head(self, model: PreTrainedModel, microbatch: Microbatch) -> OutputHead | None:
-        """Returns the output head with which to compute the micro-batch's logits in chunks; None: compute all at once."""
+        """Returns the output head that computes the micro-batch's logits in chunks; None: compute them all at once."""
         model = model.model if isinstance(model, AdapterDisabled) else model
         vocabulary = model.config.get_text_config().vocab_size
         if not exceeds_chunk(len(microbatch.targets), vocabulary):
