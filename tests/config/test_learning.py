@@ -151,8 +151,8 @@ REFUSALS = {
     ),
     "finish, alternate": (
         {"schedule.new_version": "finish"},
-        'schedule.new_version = "finish": allowed "interrupt" with schedule.mode = "alternate", where no request is '
-        'running when weights are loaded; set schedule.mode = "overlap"',
+        'schedule.new_version = "finish": allowed only with schedule.mode = "overlap", because with "alternate" no '
+        'request is running when weights are loaded; set schedule.mode = "overlap"',
     ),
     "overlap": (
         {**OVERLAP, "schedule.max_staleness": 0},
@@ -181,18 +181,18 @@ REFUSALS = {
     ),
     "stale keys": (
         {**OVERLAP, "rollout.kv": "stale", "rollout.engine": "paced"},
-        'rollout.kv = "stale": allowed "same", "refill" with rollout.engine = "paced", which drops its KV cache '
-        "when weights are loaded",
+        'rollout.kv = "stale": cannot be used with rollout.engine = "paced", which drops its KV cache when weights are '
+        'loaded; set rollout.kv = "same"',
     ),
     "stale keys, no staleness": (
         {"rollout.kv": "stale"},
-        'rollout.kv = "stale": allowed "same", "refill" with schedule.max_staleness = 0, where an answer never '
-        'goes on under new weights; set schedule.mode = "overlap"',
+        'rollout.kv = "stale": cannot be used with schedule.max_staleness = 0, because no answer then continues with '
+        'new weights; raise schedule.max_staleness, or set schedule.mode = "overlap"',
     ),
     "stale keys, exact": (
         {"rollout.kv": "stale", "run.exact": True},
-        'rollout.kv = "stale": allowed "same", "refill" with run.exact = true, where an answer depends on weights, '
-        "task and seed alone",
+        'rollout.kv = "stale": cannot be used with run.exact = true, because an answer must then depend on weights, '
+        'task and seed alone; set rollout.kv = "same"',
     ),
     "no server": (
         {"engine.url": "localhost:1"},
@@ -211,8 +211,8 @@ REFUSALS = {
     ),
     "sequence ratio": (
         {"loss.name": "gspo", "loss.aggregate": "token_mean"},
-        'loss.aggregate = "token_mean": allowed "sequence_mean" with loss.name = "gspo", whose ratio is that of a '
-        "whole answer: anything else would weigh answers by their length",
+        'loss.aggregate = "token_mean": allowed only "sequence_mean" with loss.name = "gspo", because its ratio is '
+        "that of a whole answer, and any other aggregate would weight answers by their length",
     ),
     "overlong": (
         {"reward.overlong_tokens": 32},
@@ -220,26 +220,27 @@ REFUSALS = {
     ),
     "no signal": (
         {"loss.name": "reinforce", "batch.drop_no_signal": True},
-        'batch.drop_no_signal = true: allowed false with loss.advantage = "batch", which also learns from groups whose '
-        "rewards are all equal",
+        'batch.drop_no_signal = true: must be false with loss.advantage = "batch", because groups whose rewards are '
+        "all equal are then of use, too",
     ),
     "no signal, gae": (
         {"loss.name": "dapo", "loss.advantage": "gae"},
-        'batch.drop_no_signal = true: allowed false with loss.advantage = "gae", which also learns from groups whose '
-        "rewards are all equal",
+        'batch.drop_no_signal = true: must be false with loss.advantage = "gae", because groups whose rewards are all '
+        "equal are then of use, too",
     ),
     "released before its signal is known": (
         {"batch.gate": "release", "loss.name": "dapo"},
-        'batch.drop_no_signal = true: allowed false with batch.gate = "release", where answers are trained before '
-        "anybody knows whether their group's rewards are all equal",
+        'batch.drop_no_signal = true: must be false with batch.gate = "release", because answers are then trained '
+        "before it is known whether their group's rewards are all equal",
     ),
     "released from a group that must remain": (
         {"batch.gate": "batch", "batch.min_group": 3},
-        'batch.min_group = 3: leave it out with batch.gate = "batch", where answers are trained singly',
+        'batch.min_group = 3: leave it out with batch.gate = "batch", because answers are then trained singly',
     ),
     "released for nothing": (
         {"batch.gate": "release", "loss.name": "ppo"},
-        'batch.gate = "release": loss.advantage = "gae" compares no answers; set batch.gate = "batch"',
+        'batch.gate = "release": loss.advantage = "gae" does not compare the answers to one prompt; set '
+        'batch.gate = "batch"',
     ),
     "siblings within a batch": (
         {"batch.gate": "batch", "loss.advantage": "mean"},

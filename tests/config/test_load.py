@@ -151,11 +151,11 @@ def test_batch_arithmetic_that_cannot_hold_is_refused_by_name(toml, text, told):
         ),
         (
             '[rollout]\nkv = "stale"\nengine = "paced"\n[schedule]\nmode = "overlap"\n',
-            'run.toml:2: rollout.kv = "stale": allowed "same", "refill" with rollout.engine = "paced", which',
+            'run.toml:2: rollout.kv = "stale": cannot be used with rollout.engine = "paced", which',
         ),
         (
             '[rollout]\nengine = "sglang"\nkv = "stale"\n',
-            'run.toml:3: rollout.kv = "stale": allowed "same", "refill" with schedule.max_staleness = 0, where',
+            'run.toml:3: rollout.kv = "stale": cannot be used with schedule.max_staleness = 0, because',
         ),
         (
             '[engine]\nurl = "http://there:8000"\n',

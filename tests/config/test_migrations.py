@@ -96,7 +96,7 @@ def test_the_paced_engine_is_for_tests_alone(monkeypatch):
         load(None, ["--rollout.engine", "paced"])
     assert str(caught.value) == (
         '--rollout.engine = "paced": allowed "auto", "embedded", "vllm", "sglang"; the paced engine has no model and '
-        "serves tests, which set OFFBEAT_TESTING=1"
+        "is only for tests, which set OFFBEAT_TESTING=1"
     )
     with pytest.raises(UserError, match='allowed "auto", "embedded", "vllm", "sglang"; did you mean "vllm"'):
         load(None, ["--rollout.engine", "vlm"])

@@ -21,8 +21,8 @@ FIXED_IF_EXACT: tuple[Path, ...] = (
     ("model", "device"),
     ("model", "gradient_checkpointing"),
 )
-"""Keys that may change at a resume, except in an exact run: they decide in which parts sums are computed, and with that
-the last bits of the sums."""
+"""Keys that may change at a resume, except in an exact run: they decide how sums are split into parts, and thus the
+last bits of the sums."""
 
 
 class Change(NamedTuple):

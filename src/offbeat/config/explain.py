@@ -34,7 +34,7 @@ from offbeat.spelling import nearest
 
 LONGEST_VALUE = 60
 MAX_NAMED = 4
-"""Largest number of mistakes of which one is explained and the others are named."""
+"""Largest number of mistakes that an error mentions: it explains the first and names the others."""
 WANTED = {
     "int": "a whole number",
     "float": "a number",
@@ -67,7 +67,7 @@ FIRST_KEYS = {
     "run": "name",
     "schedule": "mode",
 }
-"""For a section to which Python gave a single value: the key that was probably meant."""
+"""Key that was probably meant if a Python call gave a single value for a section, as in `loss="dapo"`; by section."""
 RANGE_ERRORS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 LEADING_KEY = re.compile(r"([a-z_]+(?:\.[a-z_0-9]+)+) = ")
 
@@ -96,8 +96,8 @@ class ValueOrigin:
         return None
 
     def typed_at(self, place: Path) -> Path | None:
-        """Returns the place of a key from the command line that is `place`, inside it or around it; None if there is
-        none."""
+        """Returns the place of the first command-line key that equals `place`, lies inside it or contains it; None if
+        there is no such key."""
         shared = (p for p in self.typed if p[: len(place)] == place or place[: len(p)] == p)
         return next(shared, None)
 
@@ -225,8 +225,9 @@ class _Mistake:
 
 
 def _as_section(name: str, known: FieldInfo, value: Any) -> str:
-    """Returns how Python gives the section `name` with `value` for its first key, if that key takes such values; else
-    an example with a key of the section and, if it has one, its default."""
+    """Returns an example of how to pass the section `name` from Python, such as `loss={"name": "dapo"}`. It sets the
+    section's key in `FIRST_KEYS` to `value`, if that key accepts such a value. Otherwise it shows a key of the section
+    with its default, or with `...` if no key has one."""
     assert isinstance(known.annotation, type)
     fields: Mapping[str, FieldInfo] = known.annotation.model_fields
     key = FIRST_KEYS.get(name, "")

@@ -135,7 +135,7 @@ ELSEWHERE = {
     "num_epochs": "run.steps (in steps, not epochs)",
 }
 LIBRARIES = {"TRL's ": TRL, "verl's ": VERL, "": ELSEWHERE}
-"""Tables of names, by what an error says before a name."""
+"""Tables of names by origin, which an error puts before a name, as in "TRL's beta"."""
 IN_PYTHON = {
     "model.path": "model=",
     "task.path": "task=",
@@ -147,7 +147,7 @@ IN_PYTHON = {
 """Arguments of `offbeat.train` that stand for keys."""
 
 ARGUMENTS = ("model", "task", "reward", "steps", "name", "lr", "callbacks", "loggers", "resume", "wait")
-"""Arguments of `offbeat.train`, with the short forms of keys."""
+"""Arguments of `offbeat.train`, including the short forms of keys in `IN_PYTHON`."""
 
 SECTIONS = {
     **dict.fromkeys(("dataset", "datasets", "data"), "[[task]]"),
@@ -172,8 +172,8 @@ def known_elsewhere(
 ) -> str | None:
     """Returns a sentence about a key of TRL, verl or others, such as "TRL's beta is loss.kl_coef here"; None if no
     table has the key. If `value`, the key's value, is a table, the sentence is about the first known key in it.
-    `before` is put in front of Offbeat's key, such as the dashes of a command line. `in_python` names arguments of
-    `offbeat.train` in place of keys where there are any."""
+    `before` is put in front of Offbeat's key, such as the dashes of a command line. With `in_python`, the sentence
+    names an argument of `offbeat.train` in place of a key that has one."""
     if isinstance(value, Mapping):
         inner = (known_elsewhere((*place, name), entry, before, in_python=in_python) for name, entry in value.items())
         return next((text for text in inner if text), None)

@@ -37,7 +37,7 @@ Divergence = Literal["k1", "k2", "k3"]
 ADVANTAGES = ("group", "mean", "leave_one_out", "siblings", "batch", "gae")
 """The values of `loss.advantage` besides a user's function."""
 BEYOND_SIBLINGS = ("batch", "gae")
-"""Advantages that do not compare answers to one prompt."""
+"""Advantages that do not compare the answers to one prompt with each other."""
 RELEASED = {"group": "siblings", "mean": "leave_one_out"}
 """Replacements for a preset's advantage with batch.gate = "release", where an answer may train before its siblings have
 rewards. They leave the answer itself out of the baseline, so their scale is the same for any number of siblings."""
@@ -118,9 +118,9 @@ class LossConfig(Section):
     clip_high: float | None = free(None, gt=0)
     """Clipping distance of the probability ratio above 1. Without it, the default of loss.name."""
     dual_clip: float | None = free(None, gt=1)
-    """Largest ratio of a token with a negative advantage. Without it, no limit."""
+    """Largest probability ratio of a token with a negative advantage. Without it, no limit."""
     ratio_max: float = free(5.0, ge=1)
-    """Largest weight of a token in cispo. It is the ratio itself, not its distance from 1."""
+    """Largest weight of a token in cispo. It limits the probability ratio itself, not its distance from 1."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL divergence to the starting model. 0 loads no reference model."""
     kl: Divergence = "k3"
@@ -267,8 +267,8 @@ def schedule_holds_together(config: Config) -> None:
         )
     if schedule.new_version == "finish" and mode != "overlap":
         raise ValueError(
-            'schedule.new_version = "finish": allowed "interrupt" with schedule.mode = "alternate", where no request '
-            'is running when weights are loaded; set schedule.mode = "overlap"'
+            'schedule.new_version = "finish": allowed only with schedule.mode = "overlap", because with "alternate" no '
+            'request is running when weights are loaded; set schedule.mode = "overlap"'
         )
 
 
@@ -277,7 +277,7 @@ def engine_can_do_it(config: Config) -> None:
     if rollout.engine == "paced" and os.environ.get(TESTING) != "1":
         raise ValueError(
             'rollout.engine = "paced": allowed "auto", "embedded", "vllm", "sglang"; the paced engine has no model and '
-            f"serves tests, which set {TESTING}=1"
+            f"is only for tests, which set {TESTING}=1"
         )
     if config.run.exact and rollout.engine in SERVED:
         raise ValueError(
@@ -288,8 +288,8 @@ def engine_can_do_it(config: Config) -> None:
         stale_kv_is_usable(config)
     if config.model.lora_rank and rollout.engine == "sglang":
         raise ValueError(
-            'rollout.engine = "sglang": allowed "embedded", "vllm" with model.lora_rank, because adapters '
-            "are not loaded into SGLang yet"
+            f'rollout.engine = "sglang": cannot be used with model.lora_rank = {config.model.lora_rank}, because '
+            'adapters are not loaded into SGLang yet; set rollout.engine to "embedded" or "vllm"'
         )
     if url is not None and rollout.engine not in SERVED:
         raise ValueError(
@@ -299,21 +299,27 @@ def engine_can_do_it(config: Config) -> None:
 
 
 def stale_kv_is_usable(config: Config) -> None:
-    """Raises `ValueError` if the engine drops keys and values when weights are loaded, or if no answer may span
-    versions."""
-    engine, refused = config.rollout.engine, 'rollout.kv = "stale": allowed "same", "refill"'
+    """Raises `ValueError` if the engine drops its KV cache when weights are loaded, or if no answer continues after new
+    weights are loaded."""
+    engine, refused = config.rollout.engine, 'rollout.kv = "stale": cannot be used'
     if engine == "paced":
-        raise ValueError(f'{refused} with rollout.engine = "paced", which drops its KV cache when weights are loaded')
+        raise ValueError(
+            f'{refused} with rollout.engine = "paced", which drops its KV cache when weights are loaded; set '
+            'rollout.kv = "same"'
+        )
     if config.run.exact:
-        raise ValueError(f"{refused} with run.exact = true, where an answer depends on weights, task and seed alone")
+        raise ValueError(
+            f"{refused} with run.exact = true, because an answer must then depend on weights, task and seed alone; set "
+            'rollout.kv = "same"'
+        )
     if config.schedule.bound < 1:
         raise ValueError(
-            f"{refused} with schedule.max_staleness = 0, where an answer never goes on under new weights; "
-            'set schedule.mode = "overlap"'
+            f"{refused} with schedule.max_staleness = 0, because no answer then continues with new weights; "
+            'raise schedule.max_staleness, or set schedule.mode = "overlap"'
         )
     if engine in SERVED and config.schedule.mode != "overlap":
         raise ValueError(
-            f'{refused} with rollout.engine = "{engine}" and schedule.mode = "alternate", where no request is '
+            f'{refused} with rollout.engine = "{engine}" and schedule.mode = "alternate", because no request is then '
             'running when weights are loaded; set schedule.mode = "overlap"'
         )
 
@@ -341,8 +347,8 @@ def loss_is_known(config: Config) -> None:
             )
     if chosen.policy == "sequence_clip" and chosen.aggregate != "sequence_mean":
         raise ValueError(
-            f'loss.aggregate = "{chosen.aggregate}": allowed "sequence_mean" with loss.name = "{loss.name}", whose '
-            "ratio is that of a whole answer: anything else would weigh answers by their length"
+            f'loss.aggregate = "{chosen.aggregate}": allowed only "sequence_mean" with loss.name = "{loss.name}", '
+            "because its ratio is that of a whole answer, and any other aggregate would weight answers by their length"
         )
     if config.reward.overlong_tokens >= config.rollout.max_new_tokens:
         raise ValueError(
@@ -356,22 +362,25 @@ def gate_has_a_baseline(config: Config) -> None:
     if batch.gate == "strict":
         if chosen.drop_no_signal and chosen.advantage in BEYOND_SIBLINGS:
             raise ValueError(
-                f'batch.drop_no_signal = true: allowed false with loss.advantage = "{chosen.advantage}", which also '
-                "learns from groups whose rewards are all equal"
+                f'batch.drop_no_signal = true: must be false with loss.advantage = "{chosen.advantage}", because '
+                "groups whose rewards are all equal are then of use, too"
             )
         return
     gate = f'batch.gate = "{batch.gate}"'
     if chosen.drop_no_signal:
         raise ValueError(
-            f"batch.drop_no_signal = true: allowed false with {gate}, where answers are trained before anybody knows "
-            "whether their group's rewards are all equal"
+            f"batch.drop_no_signal = true: must be false with {gate}, because answers are then trained before it is "
+            "known whether their group's rewards are all equal"
         )
     if batch.min_group != MIN_GROUP:
         raise ValueError(
-            f"batch.min_group = {batch.min_group}: leave it out with {gate}, where answers are trained singly"
+            f"batch.min_group = {batch.min_group}: leave it out with {gate}, because answers are then trained singly"
         )
     if batch.gate == "release" and chosen.advantage in BEYOND_SIBLINGS:
-        raise ValueError(f'{gate}: loss.advantage = "{chosen.advantage}" compares no answers; set batch.gate = "batch"')
+        raise ValueError(
+            f'{gate}: loss.advantage = "{chosen.advantage}" does not compare the answers to one prompt; set '
+            'batch.gate = "batch"'
+        )
     if batch.gate == "batch" and chosen.advantage in set(ADVANTAGES) - set(BEYOND_SIBLINGS):
         raise ValueError(
             f'loss.advantage = "{chosen.advantage}": allowed {", ".join(BEYOND_SIBLINGS)} with {gate}, because it '
@@ -535,7 +544,7 @@ class RewardConfig(Section):
     timeout_s: float = free(10.0, gt=0)
     """Time limit of one reward. Then the reward process is killed, and the reward counts as failed."""
     max_failure_share: float = free(0.2, ge=0, le=1)
-    """Largest share of failed rewards, among the latest; above it the run stops."""
+    """Largest share of failed rewards among the latest rewards. Above it, the run stops."""
     weights: dict[str, float] = Field({})
     """Weight of each named part of a reward. Parts without a weight count 1."""
     overlong_tokens: int = Field(0, ge=0)
@@ -593,9 +602,9 @@ class ScheduleConfig(Section):
     max_staleness: int | None = Field(None, ge=0, le=64)
     """Steps that a token may be older than the weights it trains. Without it, 0 for alternate and 4 for overlap."""
     over_provision: Annotated[float, Field(ge=1)] | Literal["auto"] | None = free(None)
-    """Groups in flight, as a multiple of groups per step. At most max_staleness + 1. auto: as many as that in rounds,
-    unless measured rounds with 1 are as fast; with overlap, as many as keep the trainer busy. Without it, auto where
-    max_staleness is 1 or more, otherwise 1."""
+    """Groups in flight, as a multiple of groups per step. At most max_staleness + 1. auto: with overlap, as many as
+    keep the trainer busy; with alternate, max_staleness + 1, or 1 if this is measured to be about as fast. Without it,
+    auto where max_staleness is 1 or more, otherwise 1."""
     new_version: Literal["interrupt", "finish"] = free("interrupt")
     """Effect of new weights on running answers (overlap). interrupt: answers continue with the new weights at once.
     finish: answers end with the old weights, and the worker starts no others before it has loaded the new weights. Slow
@@ -645,8 +654,8 @@ class RolloutConfig(Section):
     """Inference engine: auto, embedded, vllm or sglang. auto: vllm if it is installed and there is a GPU, otherwise
     embedded. embedded: the model itself, in the worker. vllm, sglang: a server beside each worker, see [engine]."""
     kv: Literal["same", "refill", "stale"] = "same"
-    """KV cache when weights change. same: recomputed with the new weights. refill: recomputed too, and no request uses
-    another's. stale: kept across a load (max_staleness of 1 or more)."""
+    """KV cache of running answers when weights change. same: recomputed with the new weights. refill: like same, but no
+    cache is ever reused, not even that of an equal prompt. stale: kept across a load (max_staleness of 1 or more)."""
     kv_lag: int = Field(1, ge=1)
     """Versions that a kept KV cache may lag behind (kv = "stale")."""
     slots: int = free(256, ge=1)
@@ -669,7 +678,7 @@ class RolloutConfig(Section):
 
 
 class EngineConfig(Section):
-    """The server of the engine vllm or sglang."""
+    """The server that each worker uses if `rollout.engine` is vllm or sglang."""
 
     url: str | None = free(None)
     """URL of a running server, used by one worker. Without it, every worker starts its own server on this machine."""

@@ -48,7 +48,7 @@ def restored(data: Mapping[str, Any], secrets: Mapping[str, Any]) -> dict[str, A
 
 
 def save(file: Path, data: Mapping[str, Any]) -> None:
-    """Writes the secrets of a configuration to `file`, or removes it if there are none."""
+    """Writes the secrets of a configuration to `file`, or removes the file if there are none."""
     if found := secrets_in(data):
         write_atomic(file, (json.dumps(found, indent=2) + "\n").encode(), PRIVATE)
     else:
@@ -67,5 +67,5 @@ def load(file: Path) -> dict[str, Any]:
     if is_open:
         raise UserError(f"{file} holds secrets and is open to other users; run chmod 600 {file}")
     if not isinstance(found, dict):
-        raise UserError(f'{file} is no table of URLs by key; write {{"weights.store": "s3://KEY:SECRET@bucket/run"}}')
+        raise UserError(f'{file} must hold URLs by key, such as {{"weights.store": "s3://KEY:SECRET@bucket/run"}}')
     return found
