@@ -42,7 +42,7 @@ def test_what_a_function_does_wrong_is_one_line():
     assert "problem 2: the function raised IndexError: list index out of range (test_function_source.py:" in refusal(
         broken, 2
     )
-    assert "return one for each ordinal" in refusal(lambda ordinal: None)
+    assert "return a problem for each ordinal" in refusal(lambda ordinal: None)
     assert "the result is 'x', a str; return a dict" in refusal(lambda ordinal: "x")
     assert "unknown key 'promt'; did you mean 'prompt'?" in refusal(lambda ordinal: {"promt": "x"})
     assert "prompt is None, a NoneType" in refusal(lambda ordinal: {"answer": "x"})

@@ -57,7 +57,7 @@ READERS_OF_PANDAS = {
     ".json": "read_json(PATH)",
     ".tsv": "read_csv(PATH, sep='\\t')",
 }
-"""How pandas reads files that are no task's, by suffix."""
+"""Calls with which pandas reads kinds of files that a task does not accept, by suffix."""
 
 
 def open_file(path: str) -> Rows:
@@ -78,8 +78,9 @@ def open_file(path: str) -> Rows:
 
 
 class JsonLines:
-    """Rows of a file with one JSON object per line; blank lines are skipped. `argument` names the argument from which
-    the rows were recorded in the file, as errors then tell their places; None: it is a user's own file."""
+    """Rows of a file with one JSON object per line; blank lines are skipped. If the rows were given from
+    Python, `argument` names the argument of the call that gave them; errors then show it instead of the file. None: the
+    file is the user's own."""
 
     def __init__(self, path: Path, argument: str | None = None):
         self.path, self._argument = path, argument
@@ -187,7 +188,7 @@ HUB_TIMEOUT_S = 10.0
 
 
 def _hub_answers(path: str) -> bool:
-    """Whether the Hugging Face hub answers at all, be it that it has no such dataset."""
+    """Whether the Hugging Face hub can be reached, even if it has no such dataset."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -265,8 +266,8 @@ class FileSource:
         return len(self._train)
 
     def columns_without_answer(self) -> list[str]:
-        """Returns the columns of the first row if no row has the answer's column, which only the default one may be;
-        empty if a row has it, or if there is to be no answer."""
+        """Returns the columns of the first row if no row has the answer column. Returns an empty list if some row has
+        it, or if problems are to have no answer. Only the default answer column may be missing from all rows."""
         if self._answer is None or any(self._answer in row for row in self.rows.scan([self._answer])):
             return []
         return [str(name) for name in self.rows.row(0)]

@@ -39,7 +39,8 @@ class FunctionSource:
         problem = self._ask(ordinal, held_out=False)
         if problem is None:
             raise UserError(
-                f"task {self._label}: the function returned None for problem {ordinal}; return one for each ordinal"
+                f"task {self._label}: the function returned None for problem {ordinal}; return a problem for each "
+                "ordinal"
             )
         return problem
 

@@ -2,7 +2,8 @@
 
 A problem depends only on seed and ordinal. Problems are made in chunks of `CHUNK` problems with consecutive seeds,
 because some data sets build all problems at once. Held-out problems come from seeds of their own, the same for every
-run. A hash of its text decides whether a question may be held out; training skips such questions, from whichever seed.
+run. A hash of its text decides whether a question may be held out; training skips such questions, whichever seed
+made them.
 
 A few data sets iterate over Python sets, so a second run gets the same questions only with the same PYTHONHASHSEED.
 """
@@ -29,7 +30,7 @@ Training loses nothing, because questions are generated on demand."""
 NUM_HELD_OUT_SEEDS = 2**24
 NUM_TRAIN_SEEDS = 2**32 - NUM_HELD_OUT_SEEDS
 STRIDE = 2**26
-"""Number added to the seed for the next attempt if a question must be skipped; larger than any run's draws."""
+"""Number added to the seed for the next attempt if a question must be skipped. No run draws as many problems."""
 MAX_TRIES = 60
 """Attempts to find a question to train on; only a data set with very few different questions needs more."""
 
@@ -54,7 +55,7 @@ class Gym:
             if not is_held_out(str(problem.prompt)):
                 return problem
         raise UserError(
-            f"task.name = {self.dataset!r}: these task.options leave too few different questions; set them wider"
+            f"task.name = {self.dataset!r}: these task.options allow too few different questions; widen their ranges"
         )
 
     def held_out(self, count: int) -> list[Problem]:
@@ -84,7 +85,10 @@ def judge(question: str, answer: str, info: Mapping[str, Any]) -> float:
     """Returns the data set's own score of `answer`; `question` and `info` are prompt and info of one of `Gym`'s
     problems."""
     if "entry" not in info:
-        raise ValueError("the reward 'gym' judges only problems of reasoning-gym, and this one has another source")
+        raise ValueError(
+            "the reward 'gym' judges only problems of reasoning-gym, and this one has another source; set another "
+            "task.reward for that source"
+        )
     dataset = _judging(info["dataset"], json.dumps(info["options"], sort_keys=True))
     return dataset.score_answer(answer, {"question": question, **_from_plain(info["entry"])})
 

@@ -18,7 +18,7 @@ from offbeat.data.prompts import SKIP_OR_CUT, Problem, Renderer, too_long
 from offbeat.errors import UserError
 
 MEASURED = 20_000
-"""Rows that are always tokenised, so that the longest prompt of a usual file is known."""
+"""Number of first rows that are always tokenised, so that the longest prompt of a usual file is known."""
 PIECE = 1000
 """Number of prompts that are tokenised together, on all cores."""
 SAMPLE, SAMPLE_S = 64, 3.0
@@ -46,7 +46,7 @@ class PromptLengths:
         count = f"a sample of {self.num_prompts:,} prompts" if self.is_sample else f"{self.num_prompts:,} rows"
         text = f"{self.source}: {count}, longest {self.longest:,} tokens"
         if self.num_measured < self.num_prompts:
-            text += f" of {self.num_measured:,} measured, the others are shorter than the limit"
+            text += f" among the {self.num_measured:,} measured (the others are certainly short enough)"
         if self.num_long:
             what = "left out" if policy == "skip" else "cut"
             number = "1 is" if self.num_long == 1 else f"{self.num_long:,} are"
@@ -56,7 +56,8 @@ class PromptLengths:
 
 def measure_prompts(mixture: Mixture, renderer: Renderer, held_out: int) -> list[PromptLengths]:
     """Measures the prompts of every source, including those of `held_out` (a number) problems for evaluation. Raises
-    `UserError` for a row that no `rollout.long_prompts` makes usable, such as one that the chat template refuses."""
+    `UserError` for a row that no value of `rollout.long_prompts` makes usable, such as one that the chat template
+    refuses."""
     return [_measure(member, _problems(member, mixture, held_out), renderer) for member in mixture.members.values()]
 
 

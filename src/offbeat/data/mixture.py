@@ -21,7 +21,7 @@ from offbeat.data.prompts import Problem, PromptSource
 from offbeat.errors import OffbeatError, UserError
 
 RewardSpec = str | Callable[..., Any] | Mapping[str, str | Callable[..., Any]]
-"""A reward: a name, a function, or a mapping of names to several names or functions, whose values are added up."""
+"""A reward: a name, a function, or a mapping from names to such rewards, whose values are added up."""
 Functions = Mapping[str, Callable[..., Any]]
 """Functions that a Python program gives as sources of prompts; each key is a task's `path`."""
 ROWS = "tasks"
@@ -101,7 +101,7 @@ def build_mixture(
 ) -> Mixture:
     """Builds the mixture of a configuration's `task` list. If `reward` is given, it replaces the rewards of all
     sources. `functions` are sources from Python, by `task.path`. `home` is the run's folder, which keeps the rows given
-    from Python. `began_with` are the names of the rewards with which that run began, by source (None: a new run)."""
+    from Python. `began_with` holds the names of the rewards with which the run began, by source (None: a new run)."""
     members: list[WeightedSource] = []
     rewards: dict[str, RewardSpec] = {}
     for position, task in enumerate(tasks):
@@ -169,8 +169,8 @@ def _build_source(task: AnyTask, seed: int, functions: Functions, home: Path | N
 
 
 def _open_rows(path: str, home: Path | None) -> Rows:
-    """Opens a task's file. Places of rows that were given from Python count in the argument `task`, because a run that
-    is refused keeps no copy of them."""
+    """Opens a task's file. If its rows were given from Python, errors name a row of the argument `task` instead of a
+    line of the file, because the file is deleted with the folder of a run that is refused."""
     file = Path(rows_file(path, home))
     if home is None or file.parent.absolute() != (home / ROWS).absolute() or not file.is_file():
         return open_file(str(file))

@@ -95,8 +95,8 @@ class Renderer:
         return found
 
     def ascii_room(self, source: Rendered) -> int:
-        """Returns a number of characters. An ASCII text prompt with at most so many is certainly not too long, because
-        each token covers at least one character. Returns 0 if this tokenizer gives no such certainty."""
+        """Returns the number of characters up to which an ASCII text prompt is certainly not too long, because each
+        token covers at least one character. Returns 0 if the tokenizer or the template allows no such conclusion."""
         if not _covers_ascii(self.tokenizer):
             return 0
         mark = "offbeat"
@@ -173,9 +173,9 @@ class Renderer:
             raise BadPrompt(too_long(place, length, self.max_prompt_tokens), f"raise this limit, or set {SKIP_OR_CUT}")
         if self.window_tokens is not None and length + self.max_new_tokens > self.window_tokens:
             raise BadPrompt(
-                f"{place}: its prompt has {length} tokens, which with rollout.max_new_tokens = {self.max_new_tokens} "
-                f"is over the model's window of {self.window_tokens}",
-                "lower max_new_tokens or leave the problem out",
+                f"{place}: its prompt has {length} tokens, which together with rollout.max_new_tokens = "
+                f"{self.max_new_tokens} is over the model's window of {self.window_tokens}",
+                "lower rollout.max_new_tokens or leave the problem out",
             )
 
 

@@ -1,7 +1,8 @@
 """Finds signs in a run's metrics that the run does not learn, and advises once on each sign what to change.
 
-Takes rows and returns advice, without I/O or a clock. A finding needs several steps in a row, so that chance alone
-rarely makes a finding. A run that has nearly solved its task may show the same signs, but gets no advice.
+Takes rows and returns advice, without I/O or a clock. A sign that has lasted long enough is a finding. Most findings
+need several steps in a row, so that chance alone rarely causes one. A run that has nearly solved its task may show the
+same signs, but gets no advice.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from offbeat.config.summary import count
 Row = Mapping[str, Any]
 
 FIRST_STEPS, MIN_ANSWERS = 3, 24
-"""Numbers of steps and answers after which a reward that never varied is a finding. If one answer in ten is right, the
-first 24 answers are all wrong in 8 % of runs."""
+"""Numbers of steps and answers after which a run gets advice if its reward never varied. If one answer in ten is right,
+the first 24 answers are all wrong in 8 % of runs."""
 STEPS, FEW_STEPS, MANY_STEPS = 5, 3, 10
 """Numbers of consecutive bad steps that make a finding. `FEW_STEPS` is for figures that hardly vary by chance.
 `MANY_STEPS` is for figures that may look bad for a while in a healthy run, such as the entropy. `STEPS` is for all
@@ -36,18 +37,20 @@ COLLAPSED, MIN_ENTROPY = 0.05, 0.02
 """Limits for the entropy: the first relative to the entropy in the first steps, the second absolute. If the entropy is
 below both, answers hardly vary any more. A healthy run went down to 0.04 of its first entropy, and to 0.05."""
 HIGH_REWARD, LOW_REWARD, FALLEN_ANSWERS = 0.4, 0.1, 64
-"""Limits for a reward that has fallen, as shares of the distance between the worst and the best reward: the mean of
-`FALLEN_ANSWERS` answers was above the first, and each step of as many answers is below the second. So many answers
-seldom differ that much by chance."""
+"""Limits for advice on a reward that has fallen. `HIGH_REWARD` and `LOW_REWARD` are shares of the distance from the
+worst to the best reward of the run. The mean of `FALLEN_ANSWERS` consecutive answers was once at least `HIGH_REWARD`
+above the worst reward. The mean of each of the latest steps, with at least `FALLEN_ANSWERS` answers in all, is at most
+`LOW_REWARD` above it. So many answers seldom differ that much by chance."""
 MANY_FAILED = 0.2
-"""If a larger share of the answers failed, these failures are why the reward never varies: often, it gives None for a
-wrong answer."""
+"""If a larger share of the answers failed, the advice on a reward that never varies blames the failures: often, the
+reward function returns None for a wrong answer."""
 MANY_MASKED = 0.5
 """If a larger share of a step's tokens is not trained, or is rejected by loss.correction, most work is wasted."""
 FEW_ROWS, FEW_HELD_OUT = 20, 10
 """Numbers of training rows and of held-out problems below which a run gets advice."""
 NO_WORKER_S = 180.0
-"""Seconds without a worker that are a finding; starting a vLLM server with a large model takes two minutes."""
+"""Seconds without a worker after which a run gets advice; starting a vLLM server with a large model takes two
+minutes."""
 
 
 class Advice(NamedTuple):
@@ -96,8 +99,8 @@ def few_rows(task: str, num_rows: int) -> Advice | None:
 
 
 def few_held_out(num_problems: int, wanted: int) -> Advice | None:
-    """Returns advice if the held-out problems are too few to judge by. `wanted` is `eval.prompts`; a user who wants
-    fewer gets no advice, and neither does one whose tasks hold out none."""
+    """Returns advice if so few problems are held out that their mean reward is mostly chance. Returns None if there are
+    as many as the user `wanted` (`eval.prompts`), or if no problem is held out."""
     if not 0 < num_problems < min(FEW_HELD_OUT, wanted):
         return None
     text = (
@@ -118,8 +121,8 @@ class Keys:
 
 
 class Adviser:
-    """Watches a run's rows of metrics and returns new advice. `said` are the names of findings on which the run has had
-    advice already, as before a resume."""
+    """Watches a run's rows of metrics and returns new advice. `said` are the names of the findings on which the run
+    got advice before, such as before a resume."""
 
     def __init__(self, keys: Keys, run: str, said: Iterable[str] = ()):
         self.keys, self.run, self._said = keys, run, set(said)
@@ -160,8 +163,8 @@ class Adviser:
         if seconds < NO_WORKER_S:
             return []
         text = (
-            f"no worker has asked for work for {seconds:.0f} s: start one with offbeat worker --join, or see what "
-            f"stopped them in {self.run}/logs"
+            f"no worker has asked for work for {seconds:.0f} s: start one with offbeat worker --join, or see in "
+            f"{self.run}/logs why earlier workers stopped"
         )
         return self._new([Advice("no worker", text)])
 
@@ -204,7 +207,7 @@ class Adviser:
             yield Advice(
                 "rejected",
                 f"loss.correction rejects {1 - row['kept_share']:.0%} of the tokens: the weights have changed too much "
-                "since these were sampled. Lower optimizer.lr or schedule.max_staleness",
+                "since these tokens were sampled. Lower optimizer.lr or schedule.max_staleness",
             )
         if self._lasts("idle", row.get("idle_workers", 0) > 0, STEPS):
             yield Advice(

@@ -238,9 +238,10 @@ class LineDue:
 def closing_lines(
     summary: Row, folder: str, *, from_python: bool = False, command: str = "train"
 ) -> list[tuple[str, str]]:
-    """Returns a run's results as pairs of a name and a text; figures that the summary lacks are left out. At the end
-    are commands to go on with or, for a run that was started `from_python`, calls, because functions from Python have
-    to be given to a command again. `command` resumes the run; with `serve`, its trainer has to join again."""
+    """Returns a run's results as pairs of a name and a text; figures that the summary lacks are left out. The last
+    pairs say how to go on: with a command or, if the run was started `from_python`, with a Python call, because a
+    command lacks the functions that the program passed. `command` is the command that resumes the run; with `serve`,
+    the run's trainer has to join again."""
     seconds, steps = summary.get("seconds"), summary.get("steps")
     first, last = ends(steps or 0)
     reward = _from_to(summary.get("reward_first"), summary.get("reward_last"))
@@ -280,7 +281,8 @@ def closing_lines(
 
 
 def program() -> str:
-    """Returns the word that calls Offbeat: its path if the shell would not find it, such as after `make demo`."""
+    """Returns how to call Offbeat in a shell: `offbeat`, or its path if the shell would not find it, as after
+    `make demo`."""
     own = Path(sys.argv[0])
     return os.path.relpath(own) if own.name == "offbeat" and shutil.which("offbeat") is None else "offbeat"
 

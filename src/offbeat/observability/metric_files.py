@@ -35,8 +35,8 @@ def read_events(path: Path) -> list[Row]:
 
 
 def seconds_before(attempt: int, metrics: Path, events: Path) -> float:
-    """Returns how long the attempts before `attempt` took together, with the steps that a resume undid. A killed
-    attempt counts up to its last event or for the time of its steps, whichever is longer."""
+    """Returns how many seconds the attempts before `attempt` took together, including steps that a resume undid. For a
+    killed attempt, this is the time until its last event or the time of its steps, whichever is longer."""
     in_steps: Counter[int] = Counter()
     for row in read_rows(metrics, _metrics_trouble):
         in_steps[row.get("attempt", 1)] += row.get("seconds") or 0

@@ -62,12 +62,12 @@ ALARMS = {
     "loss.max_logprob_gap = {limit:g}: compare model.dtype with the engine's dtype, or use rollout.engine = "
     '"embedded"',
     "backup_failed": "the ledger was not copied to {target}: {error}",
-    "quarantine": "worker {worker} is shut out: {why}",
+    "quarantine": "worker {worker} is quarantined and gets no more tasks: {why}",
     "evaluation_left_out": "the evaluation of step {step} is left out: it was not complete {waited_s:.0f} s after the "
     "last step; raise rollout.deadline_s",
     "set_aside": "worker {worker} gets no new work for {seconds:g} s: {why}",
     "clamped": "step {step}: {share:.2%} of the tokens have a log-ratio beyond the clamp, because the weights have "
-    "changed too much since these were sampled; lower optimizer.lr",
+    "changed too much since these tokens were sampled; lower optimizer.lr",
     "unused_weights": "reward.weights: no reward has returned {names} so far; check the spelling",
     "advice": "{text}",
 }
@@ -140,8 +140,8 @@ class Reporter:
             self.step(row)
 
     def claimed(self, batch: Batch) -> None:
-        """Shows the mean reward of a run's first batch as soon as training on it begins, because that may take long.
-        A trainer claims that batch again when it is restarted, and perhaps the next batch while it trains on it."""
+        """Shows the mean reward of a run's first batch as soon as training on it begins, because the training may take
+        long. Shows it only once, although a restarted trainer claims the batch again."""
         is_awaited = batch.step == 0 and self._is_first and self.folder.attempt == 1
         if not is_awaited or self._has_told_first_batch or time.monotonic() - self._last_s < FIRST_BATCH_AFTER_S:
             return
@@ -277,9 +277,9 @@ def step_row(report: StepReport, spans: Mapping[str, float], num_siblings: int) 
 def _siblings_row(batch: Batch, num_siblings: int) -> dict[str, float]:
     """Returns figures about siblings (other answers to the same prompt) at the time when the batch was claimed.
 
-    `lone_share` is the share of answers without any sibling that had a reward. An answer is early if some of its
-    siblings had no reward yet: `early_share` is the share of early answers. `early_length` is their mean length divided
-    by the mean length of all answers; it is left out if no answer is early."""
+    `lone_share` is the share of answers of which no sibling had a reward. An answer is early if at least one of its
+    siblings had no reward yet: `early_share` is the share of early answers. `early_length` is the mean length of early
+    answers divided by the mean length of all answers; it is left out if no answer is early."""
     num_here = Counter(group.prompt for group in batch.groups)
     num_known = np.array([num_here[group.prompt] + len(group.earlier) for group in batch.groups])
     lengths = np.array([member.trajectory.num_tokens for group in batch.groups for member in group.members])
@@ -303,7 +303,7 @@ def _parts_row(members: Sequence[Member]) -> dict[str, float]:
 
 
 def _weights_row(figures: PublishFigures | None) -> dict[str, Any]:
-    """Returns the figures of publishing a step's weights in pieces; empty if they were published as whole files."""
+    """Returns the figures of publishing a step's weights in pieces; empty if whole files were published."""
     if figures is None or not figures.coded_bytes:
         return {}
     return {

@@ -33,7 +33,7 @@ STYLE = "font-family: monospace; white-space: pre; line-height: 1.35; overflow-x
 
 
 class Output:
-    """An output of the cell in whose thread `show` is called; each call replaces what the one before it showed."""
+    """An output of the notebook cell that calls `show`; each call replaces what the previous call showed."""
 
     def __init__(self) -> None:
         from IPython.display import display
@@ -54,8 +54,8 @@ class Output:
 class NotebookConsole(Console):
     """Console in a notebook's cell. Every update replaces the previous one, so even a long run has only one output.
 
-    A front end may drop what a run in the background sends after the end of the cell that started it. So another cell
-    may show `data`, too, in an `Output` of its own.
+    Once the cell that started a run in the background has ended, the notebook's front end may drop further output of
+    the run. So another cell may show `data` as well, in an `Output` of its own.
     """
 
     def __init__(self, num_steps: int, *, has_workers: bool = False, clock: Clock = time.monotonic):

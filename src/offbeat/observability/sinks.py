@@ -63,7 +63,7 @@ class GivenSink:
         self.name = f"{kind} {shown}"
         function = getattr(given, "log", None) if is_logger else given
         if not callable(function):
-            wanted = "an object with a method log(row)" if is_logger else "a function of a row"
+            wanted = "an object with a method log(row)" if is_logger else "a function that takes a row"
             raise UserError(f"{kind}s: {given!r:.60} is {a_kind(given)}; give {wanted}")
         if is_async(function):
             raise UserError(f"{self.name}: is async, and nothing awaits it; give a plain function")
@@ -84,7 +84,7 @@ class GivenSink:
 
 
 def check_sinks(names: Sequence[str]) -> None:
-    """Raises if a sink's package is not installed."""
+    """Raises `UserError` if a sink's package is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise UserError(f'log.sinks = "{name}": its package is not installed; run pip install "offbeat[{name}]"')

@@ -142,7 +142,7 @@ def _owner() -> object:
 
 
 def _change_end(path: Path, before: bytes, after: bytes) -> None:
-    """Replaces the end of a file if it is `before`."""
+    """If a file ends with `before`, replaces this end by `after`."""
     try:
         with open(path, "r+b") as file:
             size = file.seek(0, os.SEEK_END)
