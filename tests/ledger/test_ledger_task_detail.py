@@ -84,7 +84,7 @@ def test_a_task_tells_its_story_from_the_issue_to_the_step_that_trained_it(ledge
     told = what(ledger, first.id)
     assert told[0] == "issued"
     assert told[1].startswith("handed back unfinished by a")
-    assert told[2] == "leased by b, after 1 leases before"
+    assert told[2] == "leased by b; number of earlier leases: 1"
     assert told[3].startswith("accepted from b")
     assert told[4].startswith("scored")
     assert told[5] == "claimed for step 1"
@@ -99,7 +99,7 @@ def test_a_task_that_is_not_answered_tells_how_far_it_came(ledger: Ledger):
     ledger.lose([held for held in ledger.leased() if held.task == lost.id])
     assert ledger.task_detail(begun.id).trajectory == partial
     assert [segment.version for segment in ledger.task_detail(begun.id).segments] == [0]
-    assert any("1 workers vanished with it" in line for line in what(ledger, lost.id))
+    assert any("workers lost while they held it: 1" in line for line in what(ledger, lost.id))
     waiting = ledger.task_detail(fresh.id)
     assert (waiting.state, waiting.trajectory, waiting.reward, waiting.segments) == ("leased", None, None, ())
     assert waiting.prompt.tolist() == fresh.prompt.tolist()
@@ -114,7 +114,7 @@ def test_a_resume_and_an_audit_are_part_of_the_story(ledger: Ledger):
     dropped = max(row.task for row in ledger.list_trajectories(99))
     ledger.reconcile(0, None)
     told = what(ledger, dropped)
-    assert "claimed for step 2, which a resume took back" in told
+    assert "claimed for step 2 (undone by a resume)" in told
     assert any(line.startswith("its group was dropped; issued again as group ") for line in told)
     assert all(segment.is_abandoned for segment in ledger.task_detail(dropped).segments)
 

@@ -201,7 +201,7 @@ EDITS = {
     "gave another version": ("UPDATE batches SET to_version = 3 WHERE step = 1", "produced version 3 (step 3"),
     "commit lost in between": (
         "UPDATE batches SET to_version = NULL WHERE step = 0 AND state = 'trained'",
-        "but a later step was claimed from its own version",
+        "but a later step's batch already has one to train from",
     ),
     "step skipped": ("UPDATE batches SET step = 7 WHERE state = 'claimed'", "but the steps between them have none"),
     "batch without groups": (

@@ -164,8 +164,8 @@ def settle_groups(db: Database, groups: Iterable[int]) -> int:
 
 
 def _drop_without_signal(db: Database, groups: Sequence[int]) -> int:
-    """Drops groups whose rewards are all equal, as far as `max_no_signal` allows, and returns the number dropped. All
-    `groups` have just become ready."""
+    """Drops the groups with equal rewards among `groups`, which have just become ready, as far as `max_no_signal`
+    allows. Returns the number dropped."""
     query = """SELECT g.id, g.ordinal, g.require_step, (
                    SELECT MAX(r.value) - MIN(r.value) FROM tasks t CROSS JOIN rewards r ON r.task = t.id
                    WHERE t.group_id = g.id AND t.state = 'scored')
@@ -197,7 +197,7 @@ def num_without_signal(db: Database, step: int) -> int:
 
 
 def _num_drawn_before(db: Database, step: int, ordinal: int) -> int:
-    """Returns how many different ordinals below `ordinal` there are among training groups that require `step`."""
+    """Returns how many ordinals below `ordinal` were drawn for `step`; re-issued groups do not count again."""
     query = """SELECT COUNT(DISTINCT ordinal) FROM groups
                WHERE purpose = 'train' AND require_step = ? AND ordinal < ?"""
     return int(db.execute(query, (step, ordinal)).fetchone()[0])
@@ -223,8 +223,9 @@ def drop(db: Database, groups: Sequence[int], reason: Drop, at_step: int | None 
 
 def reissue(db: Database, groups: Sequence[int], *, with_new_seed: bool, for_step: int | None = None) -> list[int]:
     """Admits the prompts of dropped groups again, as new groups with the same ordinals; returns the new groups' ids.
-    With `with_new_seed`, this counts as a retry and changes the seed. If a dropped group required a step, the new group
-    requires `for_step`, or the same step if `for_step` is None, and waits until that step has a version."""
+    With `with_new_seed`, this counts as a retry and changes the seed. If a dropped group had to be sampled from the
+    version of one step (`require_step`), so must the new group: of step `for_step`, or of the same step if `for_step`
+    is None. The new group waits until that step has a version."""
     rows = []
     for group in groups:
         values = db.execute(f"SELECT {COPIED} FROM groups WHERE id = ?", (group,)).fetchone()

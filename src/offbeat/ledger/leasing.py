@@ -57,7 +57,8 @@ class LeaseRequest:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the request fills the slots (places for tasks) of all active workers, so that no other has any."""
+        """Whether no other active worker has slots (places for tasks): this request is for as many tasks as all workers
+        together can hold."""
         return self.total_slots is None or self.total_slots <= self.capacity
 
     @property
@@ -144,7 +145,7 @@ class Leasing(Groups):
     @transactional
     def give_back(self, leases: Sequence[Lease], *, untouched: bool = False) -> int:
         """Reopens the tasks of `leases` and returns how many were still leased. No attempt counts as failed.
-        `untouched` says that the workers sampled no token under these leases and will submit none."""
+        `untouched` says that the workers sampled no tokens under these leases and will submit nothing."""
         query = "SELECT id, group_id FROM tasks WHERE id = ? AND fence = ? AND worker = ? AND state = 'leased'"
         found = [row for lease in leases for row in self.execute(query, (lease.task, lease.fence, lease.worker))]
         _reopen(self, found)

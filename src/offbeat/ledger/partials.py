@@ -68,7 +68,8 @@ def rescue(db: Database, task: int) -> None:
 
 
 def begins_with(trajectory: Trajectory, digest: bytes) -> bool:
-    """Whether `trajectory` begins with the partial that has this digest; the partial's bytes are no longer stored."""
+    """Whether `trajectory` begins with the partial that has this digest. Compares digests, because the partial's bytes
+    are no longer stored."""
     for num_segments in range(1, len(trajectory.segments) + 1):
         beginning = replace(trajectory, segments=trajectory.segments[:num_segments], end=None)
         if blake3(beginning.encode()).digest() == digest:

@@ -38,8 +38,8 @@ FROM trajectories j JOIN tasks t ON t.id = j.task JOIN groups g ON g.id = t.grou
 LEFT JOIN batches b ON b.id = g.batch LEFT JOIN evals e ON e.id = g.eval LEFT JOIN rewards r ON r.task = t.id
 """
 SPREAD = "ROW_NUMBER() OVER (PARTITION BY g.id, r.value ORDER BY j.seq DESC)"
-"""Among equal rewards, the first answer of each group comes before second answers, so that a short list has different
-prompts."""
+"""Sort key: among equal rewards, the latest answer of each group comes before any second one, so that a short list has
+different prompts."""
 ORDERS = {
     "latest": "ORDER BY j.seq DESC",
     "best": f"AND r.value IS NOT NULL ORDER BY r.value DESC, {SPREAD}, j.seq DESC",
@@ -468,7 +468,7 @@ def _history(db: Database, task: int, group: int) -> tuple[Event, ...]:
                       m.num_audit_tokens FROM batch_members m JOIN batches b ON b.id = m.batch
                WHERE m.task = ? ORDER BY b.id"""
     for step, batch, claimed_at, trained_at, number, num_trained, num_audited in db.execute(query, (task,)):
-        undone = ", which a resume took back" if batch == "undone" else ""
+        undone = " (undone by a resume)" if batch == "undone" else ""
         events.append(Event(claimed_at, f"claimed for step {step + 1}{undone}"))
         if trained_at is not None:
             left_out = f"; an audit left out {num_audited} tokens" if num_audited else ""
@@ -487,11 +487,13 @@ def _task_events(db: Database, task: int) -> list[Event]:
     ).fetchone()
     events = []
     if fence:
-        before = f", after {fence - 1} leases before" if fence > 1 else ""
+        before = f"; number of earlier leases: {fence - 1}" if fence > 1 else ""
         events.append(Event(leased_at, f"leased by {worker}{before}"))
     if num_failures or num_losses:
         why = f": {detail}" if detail else ""
-        events.append(Event(None, f"{num_failures} attempts failed, {num_losses} workers vanished with it{why}"))
+        events.append(
+            Event(None, f"failed attempts: {num_failures}; workers lost while they held it: {num_losses}{why}")
+        )
     query = "SELECT stored_at, worker, num_sampled_tokens, state, reason FROM partials WHERE task = ? ORDER BY seq"
     for at, who, num_tokens, state, reason in db.execute(query, (task,)):
         fate = f"{state} ({reason})" if reason else state

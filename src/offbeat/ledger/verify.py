@@ -232,7 +232,7 @@ BATCHES = (
            WHERE b.state <> 'undone' AND (v.step <> b.step + 1 OR v.parent <> b.from_version OR v.abandoned = 1)""",
     ),
     Rule(
-        "the batch of step {0} is {1} and not complete, but a later step was claimed from its own version",
+        "the batch of step {0} ({1}) has produced no version, but a later step's batch already has one to train from",
         """SELECT step, state FROM batches WHERE state <> 'undone' AND (state <> 'trained' OR to_version IS NULL)
            AND step < (SELECT MAX(step) FROM batches WHERE state <> 'undone' AND from_version IS NOT NULL)""",
     ),

@@ -35,7 +35,7 @@ PRESENT_S = 15.0
 """A worker counts as present until it has made no call for this time or the lease time, whichever is longer. Even a
 worker with nothing to do asks for work every few seconds; only a trainer may be silent for as long as a step takes."""
 SERVED_WITHIN_S = 60.0
-"""Seconds after its latest note of who called for which a coordinator counts as running."""
+"""Seconds for which a coordinator counts as running after it last recorded which workers had called (`note_seen`)."""
 SEEN, COORDINATOR = "worker_seen", ""
 """Key in `meta` of a map from each worker's name to the wall time of its latest call; and the name in this map that
 stands for the coordinator."""
@@ -160,7 +160,7 @@ class Workers(Database):
         return _worker(row[1:])
 
     def num_worker_moves(self) -> int:
-        """Returns how often any worker's state was changed; a process that caches workers thus notices changes."""
+        """Returns how often workers' states have changed, so that a process that caches workers notices a change."""
         found = self.execute("SELECT value FROM meta WHERE key = 'worker_moves'").fetchone()
         return 0 if found is None else int(found[0])
 
@@ -219,8 +219,8 @@ class Workers(Database):
 
     @transactional
     def note_seen(self, seen: Mapping[str, float], *, is_last: bool = False) -> None:
-        """Records the wall times at which workers called last, and that the coordinator serves now; with `is_last`,
-        that it no longer serves."""
+        """Records the wall times at which workers called last, and that the coordinator is running now; with `is_last`,
+        that it no longer runs."""
         known = {**self._seen(), **seen, COORDINATOR: 0.0 if is_last else self.wall_clock()}
         self.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (SEEN, json.dumps(known)))
 

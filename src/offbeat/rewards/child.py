@@ -42,13 +42,13 @@ HAND_BACK_AFTER_S = 0.1
 """Seconds after which a process hands back the samples of a message that it has not begun, for other processes to
 judge. So messages can be large, and slow samples are still spread over all processes."""
 SHORT_SHARE = 0.25
-"""Share of the time limit, which applies to a whole call. After a call of a `ListReward` that took a smaller share, the
-next call may have twice as many samples."""
+"""If a call of a `ListReward` takes less than this share of the time limit, which applies to the whole call, the next
+call may have twice as many samples."""
 MAX_ERROR_CHARS = 400
 FAR = 700
 """First descriptor for our own pipes. User code rarely touches descriptors this high: daemons close the first 256."""
 LAST = -1
-"""Token position of a reward that stands for the answer's last token."""
+"""Position in a reward that stands for the answer's last token."""
 SET_PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of Linux's prctl."""
 
@@ -169,7 +169,8 @@ class RewardServer:
     def _judge_lists(self, work: wire.Work, reward: ListReward) -> None:
         """Judges several samples per call, as many as should fit into the time limit. If a call raises, its samples are
         judged one by one, so that only the samples at fault get an error. If a process's first work is one sample, as
-        in a trial, this sample is also judged together with itself: with one sample, every list may look right."""
+        in a trial, the function is also called with this sample twice, because a function that always returns one
+        number would pass with one sample."""
         start_s, begun = time.monotonic(), 0
         while begun < len(work.samples) and (not begun or time.monotonic() - start_s < HAND_BACK_AFTER_S):
             chunk = work.samples[begun : begun + reward.num_samples]
@@ -191,8 +192,8 @@ class RewardServer:
         self, name: str, reward: ListReward, samples: Sequence[Mapping[str, Any]], first: int
     ) -> tuple[list[wire.RewardAnswer], bool]:
         """Judges samples in one call; returns their answers, numbered from `first`. If the call raises, each answer is
-        an error. Also returns whether smaller calls may have fewer errors. They do not help if the call returned no
-        list, or one of a wrong length, because a list of the right length would then be chance."""
+        an error. Also returns whether smaller calls may have fewer errors. They cannot help if the call did not
+        return a list of the right length: a smaller call would return one only by chance."""
         self.progress.begin(len(samples))
         try:
             value = reward.function(**reward.arguments(samples))

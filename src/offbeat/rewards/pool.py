@@ -65,12 +65,12 @@ WRONG_VALUE = "value: "
 
 
 def is_wrong_value(error: str) -> bool:
-    """Whether an error of a reward is only that its value is no reward, so that the log has nothing to add."""
+    """Whether an error means that the function returned something other than a reward; then the log adds nothing."""
     return error.startswith(WRONG_VALUE)
 
 
 def without_kind(error: str) -> str:
-    """Returns an error of a reward as a sentence: without `value`, which is for the counts of a run's failures."""
+    """Returns an error for people: without the prefix `value`, which only serves to count failures by kind."""
     return error.removeprefix(WRONG_VALUE)
 
 
@@ -109,7 +109,7 @@ class RewardPool:
         self.num_processes, self.log_path = processes, log_path
         self._names = list(rewards)
         self._sums = {name: tuple(spec) for name, spec in rewards.items() if isinstance(spec, Mapping)}
-        """For each reward that is a sum of several: the names of these parts."""
+        """Names of the parts of each reward that is a sum of several."""
         each: dict[str, OneReward] = {}
         for name, spec in rewards.items():
             if isinstance(spec, Mapping):
@@ -362,13 +362,13 @@ def _result(answer: RewardAnswer) -> RewardResult:
 WINDOW = 512
 """Number of latest rewards that `FailureWatch` counts: a few steps of a small run, to notice a broken reward soon."""
 MIN_COUNT = 64
-"""Number of rewards to count before `FailureWatch` may stop a run (a full window, if smaller), because three failures
-among ten may be chance."""
+"""Number of rewards to count before `FailureWatch` may stop a run, because three failures among ten may be chance. A
+smaller window only has to be full."""
 MAX_REASON_CHARS = 300
 RAISED = re.compile(r"(raised: [\w.]+).*( \([^()]*:\d+\))", re.DOTALL)
-"""A reason with an exception's type, and the file and line that raised it, which are the last in brackets."""
+"""Matches the reason of a reward that raised. The groups are the exception's type, and the file and line at the end."""
 DETAIL = re.compile(r"'[^']*'|\"[^\"]*\"|\d+(\.\d+)?")
-"""Part of another reason that may differ from answer to answer."""
+"""Matches the parts of other reasons that may differ from answer to answer: quoted text and numbers."""
 
 
 class FailureWatch:
@@ -411,8 +411,8 @@ class FailureWatch:
 
 
 def _kind_of(reason: str) -> str:
-    """Returns what reasons have in common whose texts differ only in details, such as an answer that they quote: for a
-    raised error its type with file and line, else the text without numbers and quotes."""
+    """Returns a text that is equal for reasons that differ only in details, such as an answer that they quote. For a
+    raised error, it is the error's type, file and line; else the reason without numbers and quoted text."""
     if raised := RAISED.match(reason):
         return " ".join(raised.groups())
     return DETAIL.sub("…", reason)

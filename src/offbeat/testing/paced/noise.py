@@ -12,7 +12,7 @@ import numpy as np
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _TOKENS, _LOGPROBS, _LENGTHS = 1, 2, 3
-"""Numbers of independent random streams of one seed."""
+"""Numbers that identify the independent random streams of one seed."""
 
 
 def tokens(seed: int, start: int, count: int, vocab_size: int, avoid: Sequence[int]) -> np.ndarray:
