@@ -149,11 +149,11 @@ EDITS = {
     ),
     "wrong step required": (
         f"UPDATE groups SET require_step = 0 WHERE id = {OPEN}",
-        "requires step 0, but is bound to version 5",
+        "requires step 0, but names version 5",
     ),
     "abandoned version required": (
         f"UPDATE groups SET require_version = 2 WHERE id = {OPEN}",
-        "but is bound to version 2, which is of step 2 or abandoned",
+        "but names version 2 (step 2), which is of another step or abandoned",
     ),
     "ordinal skipped": ("UPDATE groups SET ordinal = 99 WHERE ordinal = 0", "an ordinal is missing"),
     "sibling renumbered": (
@@ -169,7 +169,7 @@ EDITS = {
     ),
     "foreign member": (
         f"UPDATE batch_members SET task = {LEASED} WHERE task = {SCORED}",
-        "but is not a scored task of the batch's groups",
+        "but its group is not, or the task is not scored",
     ),
     "member left out": (
         f"DELETE FROM batch_members WHERE task = {SCORED}",

@@ -19,7 +19,7 @@ from offbeat.spelling import suggest
 
 
 def free(default: Any, **constraints: Any) -> Any:
-    """A field whose value may change when a run is resumed."""
+    """Returns a field whose value may change when a run is resumed."""
     return Field(default, json_schema_extra={"free": True}, **constraints)
 
 
@@ -81,8 +81,8 @@ IMPORTANCE = {
 """Default lower and upper bound of the importance weight of a token or sequence, by off-policy correction."""
 HAVE_LEAST = ("icepop", "sequence_mask")
 HAVE_MOST = ("tis", "icepop", "sequence_tis", "sequence_mask")
-"""Corrections with a lower bound (`HAVE_LEAST`, loss.min_importance) or an upper one (`HAVE_MOST`, loss.max_importance)
-of the importance weight."""
+"""Corrections with a lower bound of the importance weight (`HAVE_LEAST`, set by loss.min_importance) or with an upper
+bound (`HAVE_MOST`, set by loss.max_importance)."""
 
 
 class OptimizerConfig(Section):

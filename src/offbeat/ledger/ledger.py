@@ -6,9 +6,9 @@ nothing changed. Methods are synchronous; one thread at a time may call them, no
 ledger. `offbeat.rules` decides which groups to admit, lease, claim and drop; the ledger loads the candidates and stores
 the decision.
 
-If no worker from before a start of the coordinator can still be working, the coordinator calls `release` first, which
-reopens all leased tasks. Every start of the trainer, new or resumed, then calls `reconcile` and `publish`. After that,
-every step goes through `admit`, `lease`, `submit`, `score`, `claim` and `commit`.
+When a coordinator starts and no worker from before can still be working, it first calls `release`, which reopens all
+leased tasks. Every start of the trainer, new or resumed, then calls `reconcile` and `publish`. After that, every step
+goes through `admit`, `lease`, `submit`, `score`, `claim` and `commit`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from offbeat.ledger.workers import Workers
 
 
 class Ledger(Leasing, Submissions, Rewards, Resuming, Maintenance, Workers, Verification):
-    """All parts of the ledger over one `Database`; each part has its own module."""
+    """The whole ledger, over one `Database`. Each base class is a part of it, in a module of its own."""
 
     @transactional
     def record_fixed_keys(self, fixed: Mapping[str, Any]) -> None:

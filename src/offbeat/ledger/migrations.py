@@ -118,7 +118,8 @@ def is_old(path: Path) -> bool:
 
 
 def upgrade(path: Path) -> None:
-    """Upgrades the ledger at `path` to the current schema; does nothing if it is current or has no migration."""
+    """Upgrades the ledger at `path` to the current schema; does nothing if its schema is current or cannot be
+    upgraded."""
     if not is_old(path):
         return
     connection = sqlite3.connect(path, isolation_level=None)

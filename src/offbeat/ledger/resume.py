@@ -7,8 +7,8 @@ abandoned tokens, or that require an abandoned version, are dropped and re-issue
 same step. The new groups wait until that step has a version again.
 
 Groups that were dropped in later steps because their rewards were equal stay dropped: with exact generation
-(`run.exact`) they would get the same rewards again. They still count as drawn for their step, so that the step's other
-groups are judged as before.
+(`run.exact`) they would get the same rewards again. They still count as drawn for their step, so that the same
+groups of the step are dropped as before.
 
 With exact generation, the replayed steps see the same groups in the same order with the same tokens. A second resume
 from the same checkpoint changes nothing more, unless the run went on in between.

@@ -139,7 +139,7 @@ GROUPS = (
                OR (g.reason = 'abandoned' AND n.seed <> g.seed)""",
     ),
     Rule(
-        "group {0} requires step {1}, but is bound to version {2}, which is of step {3} or abandoned",
+        "group {0} requires step {1}, but names version {2} (step {3}), which is of another step or abandoned",
         """SELECT g.id, g.require_step, v.number, v.step FROM groups g JOIN versions v ON v.number = g.require_version
            WHERE v.step IS NOT g.require_step OR (v.abandoned = 1 AND g.state IN ('open', 'ready', 'claimed'))""",
     ),
@@ -172,7 +172,7 @@ BATCHES = (
            WHERE b.state <> 'undone' GROUP BY m.task HAVING COUNT(*) > 1""",
     ),
     Rule(
-        "task {0} is in the batch of step {1}, but is not a scored task of the batch's groups",
+        "task {0} is in the batch of step {1}, but its group is not, or the task is not scored",
         """SELECT m.task, b.step FROM batch_members m JOIN batches b ON b.id = m.batch JOIN tasks t ON t.id = m.task
            JOIN groups g ON g.id = t.group_id
            WHERE b.state <> 'undone' AND (g.batch IS NOT b.id OR t.state <> 'scored')""",
@@ -221,7 +221,7 @@ BATCHES = (
            WHERE b.state <> 'undone' GROUP BY b.id HAVING oldest <> b.max_staleness""",
     ),
     Rule(
-        "the batch of step {0} was trained from version {1}, which is of step {2} or abandoned",
+        "the batch of step {0} was trained from version {1} (step {2}), which is of another step or abandoned",
         """SELECT b.step, v.number, v.step FROM batches b JOIN versions v ON v.number = b.from_version
            WHERE b.state <> 'undone' AND (v.step <> b.step OR v.abandoned = 1)""",
     ),

@@ -30,8 +30,8 @@ RICH_LINE_EVERY_S = 1.0
 PLAIN_LINE_EVERY_S = 5.0
 """Shortest times between two lines on a terminal and in a log. A log should not have a line for every short step."""
 FIRST_SIGN_S, SIGN_EVERY_S = 10.0, 30.0
-"""Seconds of silence after which a log gets a line about what the run is doing. The first number is for the time before
-the first step's line, the second for the time after it."""
+"""Seconds of silence after which a log gets a line about what the run is doing: `FIRST_SIGN_S` until the first step has
+its line, `SIGN_EVERY_S` from then on."""
 PLAIN_WIDTH = 80
 FIRST_STEPS, LAST_STEPS = 3, 10
 """Numbers of steps over which a run's first and last reward are averaged. One step is too noisy; the first number is

@@ -131,8 +131,8 @@ class RewardPool:
         self._is_closed = False
 
     async def load(self) -> set[str]:
-        """Loads every reward in a first process, unless one is ready. Returns the names of the rewards that need an
-        answer: a function of theirs has the parameter `answer` without a default."""
+        """Loads every reward in a first process, unless a process is ready. Returns the names of the rewards that need
+        an answer, that is, with a function whose parameter `answer` has no default."""
         if not self._ready:
             try:
                 self._ready.append(await self._start())
@@ -246,8 +246,8 @@ class RewardPool:
         return outcome.error is None
 
     def _put_back(self, name: str, jobs: Sequence[_Job], outcome: ProcessOutcome) -> None:
-        """Queues unanswered samples again, in order. A sample fails instead if it is the culprit, which brought the
-        process down. It also fails after `MAX_LOSSES` lost processes for which no culprit was known."""
+        """Queues unanswered samples again, in order. A sample fails instead if it is the culprit, that is, if
+        it brought the process down. It also fails after `MAX_LOSSES` lost processes for which no culprit was known."""
         if outcome.error is not None:
             self._log.write(f"reward {name} {outcome.error}\n")
         again = []
