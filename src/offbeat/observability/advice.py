@@ -77,7 +77,8 @@ def right_answer_earns(
 
 
 def wrong_answer_fails(task: str, why: str) -> Advice | None:
-    """Returns advice if the reward of an empty response failed in the trial, though not that of the right answer."""
+    """Returns advice if, in the trial, the reward failed for an empty response, though not for the right answer. `why`
+    is the error for the empty response; "" if there was none."""
     if not why:
         return None
     return Advice(
