@@ -341,8 +341,9 @@ class Coordinator:
             if aside_s := self.fitness.aside_s(worker):
                 until_s = min(deadline_s, time.monotonic() + aside_s)
                 if not await self._work.wait(changed, until_s) and until_s == deadline_s:
+                    left_s = self.fitness.aside_s(worker)
                     why = self.fitness.aside().get(worker, "this time has just ended")
-                    return LeaseResponse(ttl_s=ttl_s, idle=f"set aside for another {aside_s:.0f} s: {why}")
+                    return LeaseResponse(ttl_s=ttl_s, idle=f"set aside for another {left_s:.0f} s: {why}")
                 continue
             self.presence.hear(worker, capacity)
             try:
