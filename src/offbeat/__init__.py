@@ -33,7 +33,7 @@ if _TYPE_CHECKING:
 __all__ = ["STOP", "Config", "OffbeatError", "Run", "UserError", "__version__", "make_plan", "train"]
 
 _LAZY = {"Config": "offbeat.config", "Run": "offbeat.run", "STOP": "offbeat.observability.sinks"}
-"""Public names, each with its module, which is slow to import and therefore imported when the name is first used."""
+"""Public names and their modules. These modules are slow to import, so each is imported when its name is first used."""
 
 
 def __getattr__(name: str) -> _Any:
@@ -82,8 +82,8 @@ def train(
     or a dict from names to functions or to pairs (function, weight).
 
     `callbacks` are called with each row of metrics; a callback that returns `offbeat.STOP` ends the run. `loggers` are
-    objects with a method `log(row)` and perhaps `close()`. A single one needs no list. Both are called in this process,
-    in the thread of the run. A callback or logger that raises an error gets no more rows.
+    objects with a method `log(row)` and perhaps `close()`. A single callback or logger needs no list. They are called
+    in this process, in the thread of the run. A callback or logger that raises an error gets no more rows.
 
     `resume` is the folder of a run to continue, or its name in `runs`. `overrides` set configuration keys: as sections,
     `batch={"group_size": 16}`; as dotted keys, `**{"batch.group_size": 16}`; or in the short forms `model="path"`,

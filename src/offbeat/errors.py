@@ -39,8 +39,8 @@ class RunOver(OffbeatError):
 
 
 class RunInterrupted(RunOver):
-    """The run was stopped before its last step, and may be resumed; the message says where, as "stopped at step 3 of
-    12"."""
+    """The run was stopped before its last step, and may be resumed; the message names the step, such as "stopped at
+    step 3 of 12"."""
 
 
 class RunStopped(OffbeatError):

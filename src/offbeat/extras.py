@@ -22,13 +22,14 @@ def import_extra(module: str, extra: str, needed_by: str) -> ModuleType:
 
 
 owns_process = False
-"""Whether this process runs one command of Offbeat's and nothing else, and so no Python program or notebook."""
+"""Whether this process does only Offbeat's work. False in a Python program or notebook, which may do other work too."""
 
 
 @contextmanager
 def hidden(package: str) -> Iterator[None]:
-    """Makes imports of `package` fail within the block, so that libraries take it for not installed. Does nothing if it
-    is already loaded, and in a process that goes on to do other things: a library would remember that it is missing."""
+    """Makes imports of `package` fail within the block, so that libraries take it for not installed. Does nothing if
+    `package` is already loaded. Also does nothing without `owns_process`, because a library would still take `package`
+    for missing when other work in this process needs it."""
     if not owns_process or package in sys.modules:
         yield
         return

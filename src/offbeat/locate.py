@@ -45,8 +45,8 @@ def accepted_arguments(
     function: Function, offered: Sequence[str], label: str, other_names: Mapping[str, str] | None = None
 ) -> tuple[str, ...]:
     """Returns the names in `offered` that a function takes as keyword arguments. Raises `UserError` if it takes none of
-    them, or requires an argument that is not among them; `label` names the function in errors. `other_names` are names
-    that other programs have for those in `offered`, for hints."""
+    them, or requires an argument that is not among them; `label` names the function in errors. `other_names` maps names
+    that other programs use to those in `offered`, for hints."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
@@ -57,7 +57,10 @@ def accepted_arguments(
         return tuple(offered)
     for p in parameters:
         if p.kind is p.POSITIONAL_ONLY:
-            raise UserError(f"{label}: parameter {p.name!r} is positional-only; arguments are passed by keyword")
+            raise UserError(
+                f"{label}: parameter {p.name!r} is positional-only, but arguments are passed by keyword; remove the / "
+                "from its parameters"
+            )
         if p.name not in offered and p.default is p.empty and p.kind is not p.VAR_POSITIONAL:
             known = (other_names or {}).get(p.name, p.name)
             raise UserError(f"{label}: no argument is passed for parameter {p.name!r}; {suggest(known, offered)}")
@@ -84,8 +87,8 @@ def one_line(error: BaseException) -> str:
 
 
 def _place(file: str, line: int | None) -> str:
-    """Returns a file's name and a line. A notebook's cell has a generated name that tells the user nothing: it is a
-    number in a folder `ipykernel_PID`, or `<ipython-input-CELL-HASH>`."""
+    """Returns a file's name and a line, such as `reward.py:7`. Instead of a notebook's file name, returns `notebook
+    cell`, because that name is generated: a number in a folder `ipykernel_PID`, or `<ipython-input-CELL-HASH>`."""
     if number := IPYTHON_CELL.match(file):
         return f"notebook cell [{number.group(1)}], line {line}"
     path = Path(file)

@@ -134,7 +134,7 @@ class Run:
         return read_metrics(self.path / METRICS)
 
     def frame(self) -> Any:
-        """Returns the metrics as a pandas data frame. The step is a column and, without a name, the index."""
+        """Returns the metrics as a pandas data frame. The steps are in the column `step`, and in the index."""
         frame = import_extra("pandas", "notebook", "Run.frame").DataFrame(self.metrics)
         return frame.set_index("step", drop=False).rename_axis(None)
 
@@ -164,8 +164,9 @@ class Run:
         limit: int | None = None,
         newest_first: bool = True,
     ) -> list[dict[str, Any]]:
-        """Returns answers, each with its prompt, right answer, reward, the reward's parts, and step; the filters are
-        those of `offbeat show`, and `task` is its ID. `pandas.DataFrame(run.trajectories())` makes a table of them."""
+        """Returns answers as dicts, each with its prompt, right answer, reward, the reward's parts, and step. The
+        filters are those of `offbeat show`. In a dict, `task` is the ID that `offbeat show RUN ID` takes.
+        `pandas.DataFrame(run.trajectories())` makes a table."""
         from offbeat.tools.trajectories import read_trajectories
 
         return read_trajectories(
@@ -332,7 +333,7 @@ class _Training:
         return threading.current_thread() is self._thread
 
     def show(self, console: Console) -> None:
-        """Lets `wait` show what `console`, the run's own, shows."""
+        """Sets the run's console, whose content `wait` then shows in a notebook."""
         self._console = console
 
     def wait(self, timeout: float | None, *, shows: bool = False) -> bool:
@@ -361,8 +362,9 @@ class _Training:
         return True
 
     def _drawn_here(self) -> Callable[[], None] | None:
-        """Returns a function that draws the run's console, as it is now, in the current cell; None outside a notebook,
-        and if the cell that started the run has waited for it and shown the console."""
+        """Returns a function that draws the present content of the run's console in the current cell. Returns None
+        outside a notebook. Also returns None if training started with `wait`, because the cell that started it has
+        shown the console."""
         from offbeat.observability.console import in_notebook
 
         if not self._is_alone or not in_notebook():

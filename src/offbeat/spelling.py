@@ -13,8 +13,8 @@ FEW = 9
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """Returns the choice that is most similar to a misspelt word; None if no choice is similar. A choice with two
-    neighbouring letters the other way round, the commonest slip, comes first."""
+    """Returns the choice that is most similar to a misspelt word; None if no choice is similar. A choice that differs
+    only by two swapped neighbouring letters, the commonest slip, is preferred."""
     plain = {_plain(name): name for name in reversed(list(choices))}
     wanted = _plain(word)
     if swapped := next((name for name in plain if _is_swap(wanted, name)), None):
@@ -26,8 +26,8 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
 
 
 def suggest(word: str, choices: Iterable[str], before: str = "allowed", *, lists_few: bool = False) -> str:
-    """Returns a hint such as `did you mean 'number'?` or `allowed exact, math, number`; `before` begins a list. With
-    `lists_few`, a list of few names follows the most similar one, too."""
+    """Returns a hint such as `did you mean 'number'?` or `allowed exact, math, number`. `before` is the word before a
+    list. With `lists_few`, the list also follows the most similar name if it has at most `FEW` names."""
     names = list(choices)
     if near := nearest(word, names):
         is_listed = lists_few and 1 < len(names) <= FEW
@@ -45,7 +45,7 @@ def a_kind(value: object) -> str:
 
 
 def _is_swap(one: str, other: str) -> bool:
-    """Whether two words differ only in two neighbouring letters that are the other way round."""
+    """Whether two words differ only by two swapped neighbouring letters."""
     at = [index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b]
     return (
         len(one) == len(other)

@@ -9,7 +9,10 @@ from offbeat.cli.main import main
 from offbeat.config import load
 from offbeat.errors import UserError
 
-ONE_PROCESS = 'rollout.engine = "vllm": allowed "embedded", "paced" in a run of one process; set rollout.workers = 1'
+ONE_PROCESS = (
+    'rollout.engine = "vllm": needs a worker in a process of its own; set rollout.workers = 1, or '
+    'rollout.engine = "embedded"'
+)
 
 
 @pytest.mark.parametrize(
@@ -18,8 +21,8 @@ ONE_PROCESS = 'rollout.engine = "vllm": allowed "embedded", "paced" in a run of 
         ([], ONE_PROCESS),
         (
             ["--rollout.workers=2", "--engine.url=http://there:8000"],
-            'engine.url = "http://there:8000": one server serves one worker, and rollout.workers = 2; set that to 1, '
-            "or leave engine.url out, so that each worker starts its own",
+            'engine.url = "http://there:8000": one server serves only one worker, but rollout.workers = 2; set '
+            "rollout.workers = 1, or leave out engine.url so that each worker starts its own server",
         ),
     ],
 )
@@ -33,7 +36,7 @@ def test_what_its_processes_cannot_be_is_refused(words, told, more, tmp_path, mo
 
 @pytest.mark.parametrize(
     "rollout, told",
-    [({}, ONE_PROCESS), ({"workers": 2}, 'engine.url = "http://there:8000": one server serves one worker')],
+    [({}, ONE_PROCESS), ({"workers": 2}, 'engine.url = "http://there:8000": one server serves only one worker')],
 )
 def test_from_python_it_is_refused_too(rollout, told, tmp_path):
     with pytest.raises(UserError, match=f"^{re.escape(told)}"):

@@ -94,7 +94,7 @@ def test_a_function_is_a_source_and_goes_beside_the_configuration(rows):
 def test_a_resumed_run_takes_functions_again_but_no_rows(rows, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert list(made(rows, task=problem, resume=tmp_path).functions.values()) == [problem]
-    with pytest.raises(UserError, match=r"^task: a resumed run keeps its tasks .*; leave it out$"):
+    with pytest.raises(UserError, match=r"^task: a resumed run keeps the tasks .*; leave out task$"):
         made(rows, task=ROWS, resume=tmp_path)
 
 

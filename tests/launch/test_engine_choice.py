@@ -58,7 +58,9 @@ STALE = {"rollout.kv": "stale", "schedule.max_staleness": 1}
     ],
 )
 def test_what_vllm_cannot_do_the_embedded_engine_does(keys, why):
-    assert choose(from_dict({}, keys), has_gpu=True, has_vllm=must_not_look) == Choice("embedded", why)
+    assert choose(from_dict({}, keys), has_gpu=True, has_vllm=must_not_look) == Choice(
+        "embedded", f"vLLM cannot be used with {why}"
+    )
 
 
 def test_a_chosen_vllm_gets_a_worker_of_its_own(vllm):

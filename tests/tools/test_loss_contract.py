@@ -88,7 +88,7 @@ def rooted(tokens, settings):
 
 WRONG = {
     "a number": (lambda tokens, settings: 1.0, {NUMBERS}, "returned float"),
-    "a mean": (lambda tokens, settings: plain(tokens).mean(), {NUMBERS}, "loss.aggregate adds them up"),
+    "a mean": (lambda tokens, settings: plain(tokens).mean(), {NUMBERS}, "return one loss per token"),
     "whole numbers": (lambda tokens, settings: plain(tokens).long(), {NUMBERS}, "returned torch.int64"),
     "NaN": (lambda tokens, settings: (plain(tokens) - 100).sqrt(), {NUMBERS}, "are NaN or infinite"),
     "an error": (lambda tokens, settings: plain(tokens)[10**6], {NUMBERS}, "IndexError"),

@@ -14,8 +14,8 @@ RUN_HELP = "a run's folder, or its name; without it, the newest run"
 
 
 def chosen_run(given: str | None) -> Path:
-    """Returns the folder of the run `given`, which is a folder, or a name in the default `run.dir`, even if there is no
-    run of that name. If `given` is None, returns the newest run in that directory, and names it on standard error."""
+    """Returns the folder of the run `given`, which is a folder or a name in the default `run.dir`. Does not check that
+    the run exists. If `given` is None, returns the newest run in that directory, and names it on standard error."""
     parent = Path(RunConfig().dir)
     if given is None:
         run = newest_run(parent)
@@ -26,7 +26,7 @@ def chosen_run(given: str | None) -> Path:
 
 @contextlib.contextmanager
 def where_it_started(run: Path) -> Iterator[Path]:
-    """Works in the folder in which `run` was started while the block lasts, because relative paths in its configuration
+    """Within the block, changes to the folder in which `run` was started, because relative paths in its configuration
     count from there. Yields the path of the run's folder."""
     home, path = started_in(run), run.absolute()
     if home == Path.cwd():

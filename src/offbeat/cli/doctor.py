@@ -24,7 +24,7 @@ COLOURS = {"!": "33", "x": "31", "-": "2"}
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="without it, the built-in demo")
-    parser.add_argument("--engine-url", metavar="URL", help="also examine this server of an engine")
+    parser.add_argument("--engine-url", metavar="URL", help="also examine the vLLM or SGLang server at this URL")
     parser.add_argument(
         "--within", metavar="SECONDS", type=float, default=WITHIN_S, help=f"how long to wait for a probe ({WITHIN_S:g})"
     )

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 def _check_words(arguments: argparse.Namespace) -> None:
     if arguments.budget is not None and not 0 <= arguments.budget < float("inf"):
         raise UserError(
-            f"--budget is {arguments.budget:g}; it must be a finite number, and 0 allows what costs nothing"
+            f"--budget is {arguments.budget:g}; it must be 0 (only machines that cost nothing) or a finite number above"
         )
     if arguments.throughput is not None and not 0 < arguments.throughput < float("inf"):
         raise UserError(f"--throughput is {arguments.throughput:g}; it must be a finite number above 0")
@@ -70,7 +70,7 @@ def _check_words(arguments: argparse.Namespace) -> None:
         for name in ("budget", "throughput", "frontier", "explain", "json"):
             value = getattr(arguments, name)
             if value is not None and value is not False:
-                raise UserError(f"--{name} and --verify do not go together; the saved plan has its own aim and output")
+                raise UserError(f"--{name} and --verify do not go together; a saved plan keeps its own aim and output")
 
 
 def _plan(arguments: argparse.Namespace, inventory: Inventory, workload: Workload, constants: Constants) -> int:
@@ -87,7 +87,7 @@ def _plan(arguments: argparse.Namespace, inventory: Inventory, workload: Workloa
     remarks = remarks_on(inventory, workload, found, constants)
     print(format_plan(found, gains, remarks=remarks, in_full=arguments.explain))
     if drawn is not None:
-        beside = "beside each class alone and AReaL-Hex's split"
+        beside = "compared with each class alone and with AReaL-Hex's split"
         print(f"\n{arguments.frontier}: {drawn} plans from the fastest to the cheapest, {beside}.")
     return 0
 
@@ -123,6 +123,6 @@ def _verify(file: Path, inventory: Inventory, workload: Workload, constants: Con
     for line in broken:
         print(line)
     on_its_word = len(saved.certificate.by_solver)
-    word = f"; that {on_its_word} gangs give no better plan rests on the solver's word alone" if on_its_word else ""
+    word = f"; not checked: the solver's statement that {on_its_word} gangs give no better plan" if on_its_word else ""
     print(f"{len(broken)} rules do not hold" if broken else f"everything holds{word}")
     return 1 if broken else 0

@@ -35,9 +35,9 @@ def add_arguments(parser: Parser) -> None:
         "--last", metavar="N", type=int, help=f"the latest N trajectories (the default, with {NUM_ROWS})"
     )
     parser.add_argument(
-        "--best", metavar="N", type=int, help="the N of the highest reward, with different prompts if it is equal"
+        "--best", metavar="N", type=int, help="the N with the highest reward; of equal ones, different prompts first"
     )
-    parser.add_argument("--worst", metavar="N", type=int, help="the N of the lowest reward, likewise")
+    parser.add_argument("--worst", metavar="N", type=int, help="the N with the lowest reward, likewise")
     parser.add_argument("--train", action="store_true", help="training answers (the default for lists)")
     parser.add_argument("--eval", action="store_true", help="evaluation answers; with --train, both")
     parser.add_argument("--step", metavar="N", type=int, help="what step N trained on; with --eval, made after step N")
@@ -104,7 +104,7 @@ def _chosen(arguments: argparse.Namespace) -> tuple[str, int]:
         raise UserError("--tokens goes only with a task's ID, as in offbeat show RUN ID --tokens")
     if arguments.parquet is not None and (asked or arguments.json):
         raise UserError(
-            f"--{(asked or ['json'])[0]} and --parquet do not go together; a file holds all that is asked for"
+            f"--{(asked or ['json'])[0]} and --parquet do not go together; a file holds all matching answers"
         )
     if len(asked) > 1:
         raise UserError(f"--{asked[0]} and --{asked[1]} do not go together; give one of --last, --best and --worst")
@@ -151,9 +151,9 @@ HEAD = (
     *("prompt", "right answer", "response"),
 )
 NUM_TEXTS = 3
-"""Number of texts at the end of `HEAD`."""
+"""Number of columns with texts, which are the last ones of `HEAD`."""
 FAILURE = "why it failed"
-"""A last text, in a list of failed answers."""
+"""Head of the additional last column in a list of failed answers."""
 
 
 def _figures(row: TrajectoryRow) -> list[str]:

@@ -119,8 +119,9 @@ def _supervise(
 
 
 def _dry_run(given: Config, config: Config, choice: Choice | None, resume: Path | None) -> int:
-    """Checks everything that needs no GPU. Prints a summary of the run and what was checked, also where this machine
-    lacks the device or the engine, and every mistake. `given` is the configuration before its engine was chosen."""
+    """Checks everything that needs no GPU. Prints a summary of the run, what was checked, and every mistake found. A
+    missing device or engine does not stop the other checks. `given` is the configuration before its engine was
+    chosen."""
     import asyncio
 
     from offbeat.cli.preview import preview
@@ -161,8 +162,8 @@ def _dry_run(given: Config, config: Config, choice: Choice | None, resume: Path 
 
 
 def status_of(summary: Mapping[str, Any], command: str = "train", *, is_quiet: bool = False) -> int:
-    """Returns the exit status of a run: 0 if it finished, 128 plus the signal's number if a signal stopped it. Then
-    prints how to go on, with the `command` that resumes the run."""
+    """Returns the exit status of a run: 128 plus the signal's number if a signal stopped it, otherwise 0. After a
+    signal, prints how to resume the run with `command`, unless `is_quiet`."""
     name = summary["stopped_by"]
     if name not in signal.Signals.__members__:
         return 0

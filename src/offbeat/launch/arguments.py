@@ -1,4 +1,4 @@
-"""Turns the arguments of `offbeat.train` into a configuration, and the functions and rewards that it cannot hold."""
+"""Turns the arguments of `offbeat.train` into a configuration, and functions and rewards that do not fit into it."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def read_reward(reward: Any) -> tuple[RewardSpec | None, dict[str, float]]:
         if not (callable(function) or isinstance(function, str)) or not isinstance(name, str):
             raise UserError(
                 f"reward: {name!r}: {value!r:.60} is not a reward; give a function, or (function, weight); keys of the "
-                f'section [reward] go as **{{"reward.{name}": ...}}'
+                f'section [reward] are given as **{{"reward.{name}": ...}}'
             )
         functions[name] = function
         if weight:
@@ -134,7 +134,7 @@ class Tasks:
         for one in task if isinstance(task, list | tuple) else [task]:
             function = one.get("rows") if isinstance(one, Mapping) else one
             if not callable(function):
-                raise UserError("task: a resumed run keeps its tasks and the rows that it began with; leave it out")
+                raise UserError("task: a resumed run keeps the tasks and rows that it began with; leave out task")
             self._named(function)
 
     def _section(self, task: Any) -> dict[str, Any]:

@@ -118,7 +118,10 @@ def address_of(config: Config, run: Path | None = None) -> Address:
     wanted = config.serve
     is_plain = wanted.certificate == PLAIN
     if is_plain and wanted.key is not None:
-        raise UserError(f"serve.key = {show(wanted.key)}: belongs to no certificate; serve.certificate is {PLAIN!r}")
+        raise UserError(
+            f'serve.key = {show(wanted.key)}: is not used with serve.certificate = "{PLAIN}"; leave out serve.key, or '
+            "set serve.certificate to the file of a certificate"
+        )
     return Address(
         host=wanted.host,
         port=wanted.port or (_port_before(run, "url") if run is not None else 0),

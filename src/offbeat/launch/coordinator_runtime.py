@@ -72,7 +72,7 @@ async def open_coordinator(
 ) -> AsyncIterator[CoordinatorRuntime]:
     """Opens the coordinator with its ledger, reporter, console and metric sinks: the configured sinks and those of
     `given`, which is what a Python program adds to the configuration. `only_worker` is the name of the worker in a run
-    of one process, "" in any other run; `num_generated` returns the number of tokens that its engine has generated."""
+    of one process, "" in any other run; `num_generated` returns the number of tokens that this worker has generated."""
     config, issuer, given = folder.config, prepared.issuer, given or Given()
     async with AsyncExitStack() as stack:
         ledger = stack.enter_context(wiring.open_ledger(config, folder.ledger))
@@ -142,10 +142,13 @@ async def _show_activity(
 def in_words(
     activity: Activity, only_worker: str, server: str = "", *, had_worker: bool, tokens_per_second: float = 0.0
 ) -> str:
-    """Describes what a run is doing. `only_worker`: name of the worker of a run of one process, "" in any other run;
-    `server`: engine that workers start as a process, which takes long; `had_worker`: whether a worker has been present
-    before; `tokens_per_second`: of that engine now, 0 if unknown. It is the sign of life while long answers are
-    generated."""
+    """Describes what a run is doing.
+
+    `only_worker` is the name of the worker in a run of one process, "" in any other run. `server` is the engine that
+    workers start as a process, which takes long; "" if they start none. `had_worker`: whether a worker has been present
+    before. `tokens_per_second` is the present speed of generation, 0 if unknown; it shows that long answers make
+    progress.
+    """
     if not activity.has_version:
         return "waiting for the trainer's first weights"
     if not activity.num_workers:

@@ -40,7 +40,7 @@ def choose(config: Config, *, has_gpu: bool, has_vllm: Callable[[], bool]) -> Ch
     """Returns the engine for a configuration with `rollout.engine = "auto"`. `has_vllm` is called only if nothing else
     decides."""
     if obstacle := _why_embedded(config):
-        return Choice("embedded", obstacle)
+        return Choice("embedded", f"vLLM cannot be used with {obstacle}")
     if not has_gpu:
         return Choice("embedded", "there is no GPU here")
     if not has_vllm():
@@ -89,7 +89,7 @@ def announce(choice: Choice | None, config: Config) -> None:
 
 
 def has_gpu() -> bool:
-    """Returns whether programs that this process starts can see a GPU of NVIDIA or AMD, as far as files tell."""
+    """Whether a driver of an NVIDIA or AMD GPU is loaded, and CUDA_VISIBLE_DEVICES does not hide all GPUs."""
     return os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and has_gpu_driver()
 
 

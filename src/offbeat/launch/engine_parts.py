@@ -56,7 +56,10 @@ class OwnEngine:
     def __init__(self, config: Config, name: str):
         self.name, self._engine = name, make_engine(config, name)
         if why := getattr(self._engine, "obstacle", None):
-            self.log(f'the model {why}: every step computes all its answers anew; rollout.engine = "vllm" is faster')
+            self.log(
+                f"the model {why}, so every step recomputes all answers from their first token; "
+                'rollout.engine = "vllm" is faster'
+            )
 
     async def open(self) -> Engine:
         return self._engine
@@ -106,7 +109,8 @@ class HasAdapterBase:
         if self._checked != digest and not self._is_on_disk(digest):
             model = self._config.model.path
             self._engines.log(
-                f"model.path = {model!r}: not known to be the base of the adapters ({digest[:12]}); it is served anyway"
+                f"model.path = {model!r}: its files do not match the digest of the adapters' base model "
+                f"({digest[:12]}), perhaps only because of another dtype; it is served anyway"
             )
         self._checked = digest
         return True  # a server uses only model.path; the trainer's audit detects a wrong base
@@ -127,12 +131,13 @@ def check_engine(config: Config, num_workers: int | None) -> None:
     engine, url = config.rollout.engine, config.engine.url
     if engine in SERVED and num_workers is None:
         raise UserError(
-            f'rollout.engine = "{engine}": allowed "embedded", "paced" in a run of one process; set rollout.workers = 1'
+            f'rollout.engine = "{engine}": needs a worker in a process of its own; set rollout.workers = 1, or '
+            'rollout.engine = "embedded"'
         )
     if url is not None and num_workers is not None and num_workers > 1:
         raise UserError(
-            f'engine.url = "{url}": one server serves one worker, and rollout.workers = {num_workers}; set that to 1, '
-            "or leave engine.url out, so that each worker starts its own"
+            f'engine.url = "{url}": one server serves only one worker, but rollout.workers = {num_workers}; set '
+            "rollout.workers = 1, or leave out engine.url so that each worker starts its own server"
         )
 
 

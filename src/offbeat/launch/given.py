@@ -51,7 +51,8 @@ class Given:
 
 @contextmanager
 def handed_over(given: Given) -> Iterator[dict[str, str]]:
-    """Yields environment variables with which a coordinator must be started, within the block, to get the functions."""
+    """Writes the reward and the functions of `given` to a file that exists within the block. Yields the environment
+    variables with which a coordinator finds this file; yields none for a run from the command line."""
     if not given.from_python:
         yield {}
         return
@@ -62,8 +63,8 @@ def handed_over(given: Given) -> Iterator[dict[str, str]]:
                 cloudpickle.dump((given.reward, dict(given.functions)), file)
             except Exception as error:
                 raise UserError(
-                    f"a function of yours cannot be sent to another process ({one_line(error)}); put it in a file and "
-                    "write file.py:function"
+                    f"a function given from Python cannot be sent to the coordinator's process ({one_line(error)}); "
+                    'put it into a file and give it as "file.py:function"'
                 ) from error
         path = os.pathsep.join(entry for entry in sys.path if entry)
         yield {VARIABLE: name, "PYTHONPATH": path}
@@ -80,7 +81,7 @@ def received() -> Given:
         reward, functions = pickle.loads(Path(name).read_bytes())
     except Exception as error:
         raise UserError(
-            f"a function of yours cannot be loaded in another process: {one_line(error)}; put it in a file and write "
-            "file.py:function"
+            f"a function given from Python cannot be loaded in the coordinator's process ({one_line(error)}); put it "
+            'into a file and give it as "file.py:function"'
         ) from error
     return Given(reward, functions, from_python=True)

@@ -46,8 +46,8 @@ def servers_bytes(config: Config, total_bytes: int) -> int:
 
 
 def trainer_bytes(config: Config, total_bytes: int) -> int:
-    """Returns the most bytes of its GPU that the trainer may take: all if no server of the run's own workers is on it.
-    A server that starts again needs the memory that it had, which the trainer's cache must not have grown into."""
+    """Returns how many bytes of its GPU the trainer may take: all, unless servers of the run's own workers share the
+    GPU. Their part stays reserved while a server restarts; otherwise the trainer's cache would fill it."""
     taken = servers_bytes(config, total_bytes)
     return max(total_bytes - taken - OUTSIDE_BYTES, 0) if taken else total_bytes
 

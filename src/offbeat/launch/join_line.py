@@ -18,8 +18,8 @@ def join_lines(run: Path, url: str, near_url: str, address: Address, role: str =
     """Returns the lines that a coordinator prints: how to join from this machine and, if other machines can reach it,
     how to join from them. Each command stands alone on its line, so that it can be copied whole.
 
-    The coordinator serves `url` at `address`, and `near_url` for this machine. `role` is "" for workers that generate,
-    `reward` or `trainer`; `more` holds further options.
+    `url` is the coordinator's URL, as served at `address`; `near_url` is its URL for this machine. `role` is "" for
+    workers that generate, `reward` or `trainer`; `more` holds further options.
     """
     token = f"offbeat worker token {shlex.quote(str(run))}{f' --role {role}' if role else ''}"
     who = {"": "a worker", "reward": "a judge", "trainer": "the trainer"}[role]
@@ -66,8 +66,8 @@ def _trust(address: Address) -> str:
 
 
 def certificate_names(file: Path) -> Sequence[str]:
-    """Returns the names and addresses for which the first certificate in a PEM file is valid, without wildcards, and
-    without loopback unless it has only that; empty if it cannot be read."""
+    """Returns the names and addresses for which the first certificate in a PEM file is valid; none if the file cannot
+    be read. Leaves out wildcards, and loopback addresses unless there are no others."""
     from cryptography import x509
 
     try:

@@ -154,8 +154,8 @@ def make_private(path: Path) -> None:
 
 def report_run_over(invitation: Invitation, member: JoinedRun, what: str, why: RunOver | None = None) -> None:
     """Prints that the run is over, and records it in the member's folder, because the run may no longer be served when
-    the member starts again. If `why` says that the run was only interrupted, prints what to do after its resume, for
-    which a member that starts early waits. `what` is the kind of member, such as "worker"."""
+    the member starts again. If `why` says that the run was only interrupted, records nothing, and prints that the
+    member must be started again after the resume. `what` is the kind of member, such as "worker"."""
     if isinstance(why, RunInterrupted):
         again = f"start this {what} again after the resume (it needs no token)"
         print(f"{what} {member.worker}: run {member.run} was {why}; {again}", flush=True)

@@ -46,7 +46,7 @@ class Judge:
         """`own_code` holds the rewards of the form module:function or file.py:function that may run here; None: all."""
         self.client, self.processes, self.log_path, self._own_code = client, processes, log_path, own_code
         self.run_over: RunOver | None = None
-        """Why the run was over; None: it was not, when this judge heard of it last."""
+        """Why the run is over; None: the coordinator has not said that it is."""
         self._pools: dict[tuple[str, float], RewardPool] = {}
 
     async def run(self) -> None:

@@ -96,9 +96,9 @@ NUM_THREADS = torch.get_num_threads()
 def make_embedded(
     config: Config, name: str, version: int | None = None, model: PreTrainedModel | None = None
 ) -> EmbeddedEngine:
-    """Makes an engine in this process. It keeps `model`, which nobody else may use then; None: it loads one. It serves
-    the model's weights as version number `version`; if that is None, it serves nothing before its first weights are
-    loaded."""
+    """Makes an engine in this process. The engine takes over `model`, which no other code may use afterwards; None:
+    loads the configured model. The engine serves the model's weights as version number `version`; None: it serves
+    nothing before its first weights are loaded."""
     lora = _lora(config) if version is None else None  # a model served unchanged has no adapter
     model = model or _load(config, lora)
     context = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
@@ -142,7 +142,7 @@ def make_adapter(config: Config, policy: Policy) -> Adapter | None:
 
 def make_policy(config: Config, model: PreTrainedModel | None = None) -> tuple[Policy, PreTrainedModel | None]:
     """Returns the policy to train, and the reference (the frozen initial model), which is None without a KL term. The
-    policy keeps `model`, which nobody else may use then; None: it loads one."""
+    policy takes over `model`, which no other code may use afterwards; None: loads the configured model."""
     optimizer, model = config.optimizer, model or load(config)
     if memory := memory_bytes(model.device):
         limit_memory(model.device, trainer_bytes(config, memory[1]))
@@ -181,8 +181,8 @@ def _fits_without_moments_alone(config: Config, model: PreTrainedModel) -> bool:
     if needed <= room:
         return False
     log.info(
-        "AdamW's moments stay in host memory: %.0f GB of training state are more than the GPU's %.0f GB hold beside a "
-        "micro-batch and the engine",
+        "AdamW's moments stay in host memory: model and training state need %.0f GB, which do not fit into the GPU's "
+        "%.0f GB beside a micro-batch and the engine",
         needed / 1e9,
         memory[1] / 1e9,
     )

@@ -149,7 +149,7 @@ def _import_transformers() -> None:
 
 
 async def check_roles(config: Config) -> list[str]:
-    """Checks what trainer and workers need on this machine; returns lines that describe it. Raises `UserError`."""
+    """Returns lines about the device and the workers' engine; raises `UserError` if this machine lacks one of them."""
     return [*await check_device(config.model.device), *await check_server(config)]
 
 
@@ -191,6 +191,6 @@ def print_advice(found: Iterable[Advice]) -> None:
 
 
 def _trial_line(trial: wiring.Trial) -> str:
-    unknown = "right answer unknown (see task.answer); an empty one"
+    unknown = "right answer unknown (see task.answer); an empty answer"
     what = unknown if trial.answer is None else f"the right answer, {show(trial.answer)},"
     return f"{trial.reward}: {what} earns {trial.value:g}"

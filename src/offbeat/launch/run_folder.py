@@ -134,7 +134,7 @@ class RunFolder:
         self.path, self.config, self._lock = path, config, lock
         self._is_new, self._has_trained = False, False
         self._config_before: Config | None = None
-        """Configuration before a resume, which it gets back if the resume is refused; None for a new run."""
+        """Configuration from before a resume, to be restored if the resume is refused; None for a new run."""
         with ExitStack() as stack:
             stack.enter_context(readable_by(config.run.access))  # for all files made during the run
             self._metrics = Appender(path / METRICS)
@@ -274,8 +274,9 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Closes the folder. If a run was refused or interrupted before it began, removes the folder of a new one, so
-        that its name can be used again, and gives a resumed one its configuration back."""
+        """Closes the folder. If the run was refused or interrupted before its first row of metrics, undoes the start:
+        removes the folder of a new run, so that its name can be used again, or restores the earlier configuration of a
+        resumed run."""
         is_refused = isinstance(error, (UserError, KeyboardInterrupt)) and not self._has_trained
         try:
             if is_refused and self._is_new:  # before the lock is released, or another run might begin in between
@@ -414,7 +415,7 @@ def check_resumable(path: Path, config: Config) -> Config:
 def _refuse_changes(changes: list[Change], whose: str, remedy: str) -> None:
     if changes:
         key, old, new = changes[0]
-        more = f" (and {len(changes) - 1} more)" if len(changes) > 1 else ""
+        more = f"; {len(changes) - 1} more fixed keys differ" if len(changes) > 1 else ""
         raise UserError(
             f"{key} = {show(new)}: {whose} {show(old)}, and this key is fixed for the life of a run; {remedy}, or "
             f"start a new run{more}"

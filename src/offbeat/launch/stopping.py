@@ -26,8 +26,8 @@ REASONS = "OFFBEAT_REASONS"
 """Environment variable with the number of a pipe's descriptor. A parent process writes to this pipe to stop a run for a
 reason that is not a signal, such as a program's own request."""
 WAKE_EVERY_S = 1.0
-"""Longest wait of the main thread at a time. Python calls the handler of a signal that comes just before the thread
-blocks only when the thread wakes."""
+"""Longest time for which the main thread blocks. If a signal comes just before the thread blocks, Python calls the
+signal's handler only when the thread wakes."""
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
@@ -97,8 +97,8 @@ class StopButton:
 
 
 class Stopping:
-    """Holds whether a run is asked to stop. The first request sets the event `requested`, sets `why` to its reason, and
-    calls `on_request(why)`."""
+    """Holds whether a run was asked to stop, and why. The first request sets the event `requested`, sets `why` to its
+    reason, and calls `on_request(why)`."""
 
     def __init__(self, on_request: Callable[[str], None] | None = None):
         self.requested = asyncio.Event()
@@ -107,8 +107,8 @@ class Stopping:
 
     @contextmanager
     def listening(self, button: StopButton | None = None) -> Iterator[None]:
-        """Within the block, signals and `button` request a stop. Outside the main thread, only those signals do so that
-        `run` passes on to the thread."""
+        """Within the block, signals and `button` request a stop. A thread other than the main thread gets only the
+        signals that `run` passes on to it."""
         loop, thread_run = asyncio.get_running_loop(), _thread_run.get()
 
         def ask(why: str) -> None:

@@ -63,7 +63,7 @@ async def train(config: Config, given: Given, *, resume: Path | None = None) -> 
             RunFolder.open(path, before).close()
         elif not (path / LEDGER).exists():
             shutil.rmtree(path, ignore_errors=True)
-        raise OffbeatError(f"{path}: the coordinator could not start; it says why above") from error
+        raise OffbeatError(f"{path}: the coordinator could not start; its error is printed above") from error
 
 
 @dataclass(eq=False)
@@ -106,9 +106,9 @@ class Supervisor:
         num_read: int = 0,
     ):
         """`serve` holds the arguments of the coordinator's first start, `resume` those of its restarts, to which the
-        run's folder is added. With `from_scratch`, the first trainer process may start the run again if its checkpoints
-        are lost; its restarts then continue that run. `given` is what a Python program adds; its sinks get the rows of
-        metrics.jsonl after the first `num_read` bytes."""
+        run's folder is added. With `from_scratch`, the trainer's first process may begin the run again if the
+        checkpoints are lost; the trainer's later processes continue that run. `given` is what a Python program adds;
+        its sinks get the rows of metrics.jsonl after the first `num_read` bytes."""
         self.given = given or Given()
         self.config, self._resume, self._from_scratch = config, resume, from_scratch
         self.coordinator = Child("coordinator", serve)
@@ -183,8 +183,8 @@ class Supervisor:
                     send(json.loads(line), self._sinks, lambda text: print(f"warning: {text}", file=sys.stderr))
 
     async def _stop_when(self, stopping: Stopping) -> None:
-        """Waits for a request to stop. Then ends the trainer, which first finishes its step and saves a checkpoint, and
-        after it the coordinator, which the trainer needs until its end. A second signal ends everything at once."""
+        """Waits for a request to stop. Then ends the trainer, which first finishes its step and saves a checkpoint.
+        Ends the coordinator last, because the trainer needs it until then. A second signal ends everything at once."""
         await stopping.requested.wait()
         assert stopping.why is not None
         for child in (self.trainer, *self.workers):
@@ -223,7 +223,7 @@ class Supervisor:
             await self._start(child)
 
     async def _start_coordinator(self) -> None:
-        """Starts the coordinator and reads its URL and run folder. After the first start, resumes that run."""
+        """Starts the coordinator and reads its URL and run folder. A restart resumes the run of the first start."""
         read, write = os.pipe()
         arguments = self.coordinator.arguments if not self.url else [*self._resume, "--resume", str(self.run)]
         try:

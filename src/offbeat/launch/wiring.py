@@ -85,7 +85,7 @@ class Trial:
     reward: str
     problem: Problem
     answer: str | None
-    """Right answer to the problem, which was the response; None: unknown, the response was empty."""
+    """Right answer to the problem, which the trial used as the response; None: unknown, so the response was empty."""
     value: float
     """Sum of the reward's parts, each times its weight."""
     empty: float | None = None

@@ -88,7 +88,7 @@ async def _evaluate(config: Config, mixture: Mixture, log: Path) -> dict[str, fl
             tokens = wiring.load_tokens(config)
             groups = wiring.make_issuer(config, mixture, tokens).held_out(version=0)
             if not groups:
-                raise UserError("task: no source has a held-out split; set held_out on a file or dataset task")
+                raise UserError("task: no task has a held-out split; set task.held_out of a file or dataset")
             engine = model_parts.make_embedded(config, "eval", version=0)
         stack.push_async_callback(engine.close)
         watch = FailureWatch(config.reward.max_failure_share, window=sum(group.size for group in groups), min_count=1)

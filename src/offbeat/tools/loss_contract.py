@@ -171,7 +171,7 @@ class _LossTrial:
         )
         for shape in (tuple(values.shape), tuple(clipped.shape)):
             is_right = shape == (len(leaf),)
-            _require(is_right, f"the loss returned shape {shape} for {len(leaf)} tokens; loss.aggregate adds them up")
+            _require(is_right, f"it returned shape {shape} for {len(leaf)} tokens; return one loss per token")
         is_finite = values.detach().isfinite().all()
         _require(is_finite, f"some of the {len(leaf)} losses are NaN or infinite {where}".rstrip())
         total = (values * weights * tokens.mask).sum()
@@ -226,7 +226,7 @@ def check_advantage(advantage: Callable[[np.ndarray, np.ndarray], Any]) -> list[
 
     def compare(found: np.ndarray, wanted: np.ndarray, why: str) -> None:
         at = int(np.abs(found - wanted).argmax())
-        text = f"an advantage is {found[at]:.4g} then, and {wanted[at]:.4g} otherwise: {why}"
+        text = f"an advantage changes from {wanted[at]:.4g} to {found[at]:.4g} {why}"
         _require(abs(found[at] - wanted[at]) <= CLOSE, text)
 
     def returns_numbers() -> None:
@@ -239,12 +239,12 @@ def check_advantage(advantage: Callable[[np.ndarray, np.ndarray], Any]) -> list[
     def ignores_order() -> None:
         order, names = np.random.default_rng(0).permutation(len(REWARDS)), {7: 900_001, 3: 12, 11: 0, 5: 44}
         renamed = np.array([names[group] for group in GROUPS])[order]
-        why = "answers come in any order, and group ids are labels"
+        why = "with answers in another order and other group ids, which must not matter"
         compare(call(REWARDS[order], renamed), call(REWARDS, GROUPS)[order], why)
 
     def is_by_group() -> None:
         for own in (group == GROUPS for group in np.unique(GROUPS)):
-            why = "it uses the whole batch, so batch.groups_per_step is part of it"
+            why = "for its group alone: it uses the whole batch, so it depends on batch.groups_per_step"
             compare(call(REWARDS[own], GROUPS[own]), call(REWARDS, GROUPS)[own], why)
 
     def needs_differences() -> None:

@@ -257,8 +257,8 @@ def _measured_cpu(given: Figures) -> Figures:
 
 
 def _cpu_flops() -> float:
-    """Returns the CPU's float32 operations per second on an idle machine: operations per second of CPU time of one
-    thread, times the number of threads."""
+    """Estimates the CPU's float32 operations per second on an idle machine: those of one thread in a second of its CPU
+    time, times the number of threads."""
     one, other = torch.rand(SQUARE, SQUARE), torch.rand(SQUARE, SQUARE)
     with _one_thread() as num_threads:
         return num_threads * 2 * SQUARE**3 / _fastest_s(lambda: one @ other, time.thread_time)

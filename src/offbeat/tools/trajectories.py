@@ -50,7 +50,8 @@ def read_trajectories(
     - `task` is the task's ID, as `offbeat show RUN ID` wants it.
     - `step` is the step that trains on the trajectory, from 1; None until then. For an evaluation, it is the number of
       steps trained before.
-    - `error` is why the reward failed; None if it did not. `failed` asks for such trajectories, or for the others.
+    - `error` is why the reward failed; None if it did not. The condition `failed` selects trajectories with an error
+      (True) or without one (False).
     - `answer` is the correct answer, as the task gives it.
     - `prompt` is what the model was given, including the chat template.
     - `parts` are the parts of the reward by name, before weighting.

@@ -232,8 +232,9 @@ def compare_server(config: Config, url: str, facts: Facts) -> Iterator[Finding]:
     text = f"computed {'after' if facts.is_tempered else 'before'} temperature"
     remedy = "--rollout.temperature 1, or start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
     yield judged("log-probs", text, bad=is_wrong, remedy=remedy, level=Level.STOPS)
-    spans = "known for each token" if facts.has_spans else "known for each call, so that a load interrupts all calls"
-    yield Finding("weights", f"{spans}; {'' if facts.has_labels else 'not '}labelled; KV {', '.join(modes)}")
+    spans = "each token" if facts.has_spans else "each call, so that a load interrupts all calls"
+    labels = "labels" if facts.has_labels else "no labels"
+    yield Finding("weights", f"version known for {spans}; {labels}; KV {', '.join(modes)}")
     if facts.max_context_tokens < context:
         text = f"rollout.max_prompt_tokens + rollout.max_new_tokens = {context:,}; the server's limit is lower"
         remedy = f"start the server for {context} tokens (vLLM: --max-model-len, SGLang: --context-length)"
