@@ -121,7 +121,7 @@ def test_no_token_is_printed_that_nobody_could_use(folder, capsys):
     (folder / EVENTS).write_text(f"{json.dumps(end)}\n{json.dumps(again)}\n")
     assert run("token", folder) == 0
     (folder / ADDRESS).unlink()
-    with pytest.raises(UserError, match=r"nothing listens for workers .* --rollout.workers 1 lets them join"):
+    with pytest.raises(UserError, match=r"no coordinator listens for workers .* --rollout.workers 1 lets them join"):
         run("token", folder)
     assert len(capsys.readouterr().out.splitlines()) == 1
 

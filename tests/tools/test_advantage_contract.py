@@ -27,7 +27,7 @@ def test_every_built_in_advantage_keeps_the_contract(name):
 
 
 def test_an_advantage_of_the_whole_batch_is_a_warning_that_says_so():
-    assert "it uses the whole batch" in findings(batch_normalised)[APART].detail
+    assert "uses the whole batch" in findings(batch_normalised)[APART].detail
 
 
 def by_position(rewards, groups):

@@ -117,7 +117,7 @@ def _check_joinable(folder: Path) -> None:
         )
     if not (folder / ADDRESS).is_file():
         raise UserError(
-            f"{folder}: nothing listens for workers in this run (it is one process, or is only starting); once it has "
+            f"{folder}: no coordinator listens for workers (the run is one process, or is still starting); once it has "
             f"ended, offbeat train --resume {folder} --rollout.workers 1 lets them join"
         )
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("cluster", metavar="CLUSTER.toml", help="machines that are available")
-    parser.add_argument("workload", metavar="WORKLOAD.toml", help="the model, its lengths, and what a step asks for")
+    parser.add_argument(
+        "workload", metavar="WORKLOAD.toml", help="the model, prompt and answer lengths, and the size of a step"
+    )
     aim = parser.add_mutually_exclusive_group()
     aim.add_argument(
         "--budget",
@@ -29,7 +31,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--constants", metavar="FILE", help="constants of the cost model, from offbeat calibrate")
     parser.add_argument("--add", metavar="NAME:NODES", action="append", default=[], help="add nodes of a class")
     parser.add_argument("--remove", metavar="NAME:NODES", action="append", default=[], help="remove nodes of a class")
-    parser.add_argument("--explain", action="store_true", help="print what each limit costs, all places, assumptions")
+    parser.add_argument(
+        "--explain", action="store_true", help="print what each limit costs, the placement and all assumptions"
+    )
     parser.add_argument("--frontier", metavar="FILE.html", help="also draw cost against throughput")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--verify", metavar="PLAN.json", help="check a saved plan against the same files, no solver")
@@ -61,7 +65,9 @@ def _check_words(arguments: argparse.Namespace) -> None:
     if arguments.throughput is not None and not 0 < arguments.throughput < float("inf"):
         raise UserError(f"--throughput is {arguments.throughput:g}; it must be a finite number above 0")
     if arguments.json and arguments.explain:
-        raise UserError("--json and --explain do not go together; the JSON has all places and assumptions anyway")
+        raise UserError(
+            "--json and --explain do not go together; the JSON has the placement and all assumptions anyway"
+        )
     if arguments.frontier and not Path(arguments.frontier).parent.is_dir():
         raise UserError(
             f"--frontier {arguments.frontier}: the folder {Path(arguments.frontier).parent} does not exist; create it"

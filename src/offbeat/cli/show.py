@@ -40,7 +40,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--worst", metavar="N", type=int, help="the N with the lowest reward, likewise")
     parser.add_argument("--train", action="store_true", help="training answers (the default for lists)")
     parser.add_argument("--eval", action="store_true", help="evaluation answers; with --train, both")
-    parser.add_argument("--step", metavar="N", type=int, help="what step N trained on; with --eval, made after step N")
+    parser.add_argument(
+        "--step", metavar="N", type=int, help="answers that step N trained on; with --eval, made after step N"
+    )
     parser.add_argument("--source", metavar="NAME", help="only of the task with this name")
     parser.add_argument("--worker", metavar="NAME", help="only what this worker handed in")
     parser.add_argument("--min-reward", metavar="X", type=float, help="only with a reward of at least X")

@@ -32,7 +32,7 @@ def add_arguments(parser: Parser) -> None:
         "--engine-url", metavar="URL", help="a vLLM or SGLang server for this worker alone, the same as --engine.url"
     )
     parser.add_argument(
-        "--engine-log", metavar="FILE", type=Path, help="output of the server that it starts; else engine.log in --dir"
+        "--engine-log", metavar="FILE", type=Path, help="output of the engine's server; without it, engine.log in --dir"
     )
     parser.epilog = f"{parser.epilog}\n\nSee also: offbeat worker token --help."
 

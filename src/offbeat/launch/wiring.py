@@ -187,7 +187,7 @@ def load_tokens(config: Config) -> TokenLimits:
         ) from error
     window, vocab_size = context_window(model), int(model.get_text_config().vocab_size)
     rollout = config.rollout
-    beyond = " (longrope: with more, results depend on the other rows of a batch)" * (
+    beyond = " (longrope: beyond it, an answer depends on the other rows of its batch)" * (
         window in switching_lengths(model.get_text_config())
     )
     if rollout.max_prompt_tokens + rollout.max_new_tokens > window:

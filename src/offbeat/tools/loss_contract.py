@@ -239,12 +239,12 @@ def check_advantage(advantage: Callable[[np.ndarray, np.ndarray], Any]) -> list[
     def ignores_order() -> None:
         order, names = np.random.default_rng(0).permutation(len(REWARDS)), {7: 900_001, 3: 12, 11: 0, 5: 44}
         renamed = np.array([names[group] for group in GROUPS])[order]
-        why = "with answers in another order and other group ids, which must not matter"
+        why = "when answers come in any order and groups have other ids"
         compare(call(REWARDS[order], renamed), call(REWARDS, GROUPS)[order], why)
 
     def is_by_group() -> None:
         for own in (group == GROUPS for group in np.unique(GROUPS)):
-            why = "for its group alone: it uses the whole batch, so it depends on batch.groups_per_step"
+            why = "when its group is alone; the function uses the whole batch, so batch.groups_per_step matters"
             compare(call(REWARDS[own], GROUPS[own]), call(REWARDS, GROUPS)[own], why)
 
     def needs_differences() -> None:
