@@ -239,7 +239,7 @@ def check_advantage(advantage: Callable[[np.ndarray, np.ndarray], Any]) -> list[
     def ignores_order() -> None:
         order, names = np.random.default_rng(0).permutation(len(REWARDS)), {7: 900_001, 3: 12, 11: 0, 5: 44}
         renamed = np.array([names[group] for group in GROUPS])[order]
-        why = "when answers come in any order and groups have other ids"
+        why = "after a change of order and group ids; answers come in any order, and ids are labels"
         compare(call(REWARDS[order], renamed), call(REWARDS, GROUPS)[order], why)
 
     def is_by_group() -> None:
