@@ -115,7 +115,7 @@ def test_a_worker_tells_that_its_model_generates_slowly_and_why(tmp_path, capsys
     folder, rollout = saved("lfm2", tmp_path / "model"), {"max_prompt_tokens": 16, "max_new_tokens": 8}
     engines = OwnEngine(Config.model_validate({"model": {"path": str(folder)}, "rollout": rollout}), "w")
     asyncio.run(engines.close())
-    told = "worker w: engine: the model has layers beside attention that mix tokens: every step computes all"
+    told = "worker w: engine: the model has layers beside attention that mix tokens, so every step recomputes all"
     assert told in capsys.readouterr().out
 
 

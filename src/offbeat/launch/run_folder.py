@@ -415,7 +415,7 @@ def check_resumable(path: Path, config: Config) -> Config:
 def _refuse_changes(changes: list[Change], whose: str, remedy: str) -> None:
     if changes:
         key, old, new = changes[0]
-        more = f"; {len(changes) - 1} more fixed keys differ" if len(changes) > 1 else ""
+        more = f"; other fixed keys that differ: {len(changes) - 1}" if len(changes) > 1 else ""
         raise UserError(
             f"{key} = {show(new)}: {whose} {show(old)}, and this key is fixed for the life of a run; {remedy}, or "
             f"start a new run{more}"
