@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 def _check_words(arguments: argparse.Namespace) -> None:
     if arguments.budget is not None and not 0 <= arguments.budget < float("inf"):
         raise UserError(
-            f"--budget is {arguments.budget:g}; it must be 0 (only machines that cost nothing) or a finite number above"
+            f"--budget is {arguments.budget:g}; it must be a finite number, 0 or more (0: only machines that are free)"
         )
     if arguments.throughput is not None and not 0 < arguments.throughput < float("inf"):
         raise UserError(f"--throughput is {arguments.throughput:g}; it must be a finite number above 0")

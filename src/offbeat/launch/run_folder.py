@@ -393,7 +393,7 @@ def stored_config(path: Path) -> dict[str, Any]:
 def check_resumable(path: Path, config: Config) -> Config:
     """Returns `config` with `run.name` set to the name of the run's folder, which may have been copied or moved, and
     with the engine of the run instead of "auto". Raises if a key that is fixed for the run differs from config.json or
-    from the ledger, or if the ledger is lost."""
+    from the ledger, if `run.steps` is below the steps that are trained already, or if the ledger is lost."""
     stored = stored_config(path)
     if config.rollout.engine == AUTO:
         config = with_engine(config, *_engine_in(stored))
