@@ -251,7 +251,9 @@ def test_a_run_survives_its_helpers_and_ends_cleanly_by_sigterm_or_ctrl_c(offbea
     process = offbeat.start("train", *QUICK, ENDLESS)
     get_on(run, process)
     told = offbeat.fails("train", "--resume", "runs/a")
-    assert re.fullmatch(f"runs/a: is in use by process {process.pid} on .*; stop it or wait for it", told)
+    assert re.fullmatch(
+        f"runs/a is in use by process {process.pid} on .*; stop that process or wait until it ends", told
+    )
     helpers = [pid for pid, name in offbeat.processes().items() if "reward" in name]
     assert len(helpers) == 2  # a reward process and the guard
     for pid in helpers:

@@ -68,7 +68,7 @@ def test_a_second_process_on_the_same_run_is_refused_by_the_real_command():
         assert done.returncode == 0  # looking is allowed
         done = offbeat("train", "--resume", "runs/a")
     assert done.returncode == 2
-    assert done.stderr.startswith(f"offbeat: runs/a: is in use by process {os.getpid()} on ")
+    assert done.stderr.startswith(f"offbeat: runs/a is in use by process {os.getpid()} on ")
     assert done.stderr.count("\n") == 1
 
 

@@ -95,8 +95,8 @@ def test_the_paced_engine_is_for_tests_alone(monkeypatch):
     with pytest.raises(UserError) as caught:
         load(None, ["--rollout.engine", "paced"])
     assert str(caught.value) == (
-        '--rollout.engine = "paced": allowed "auto", "embedded", "vllm", "sglang"; the paced engine has no model and '
-        "is only for tests, which set OFFBEAT_TESTING=1"
+        '--rollout.engine = "paced" is only for tests, because the paced engine has no model; set it to "auto", '
+        '"embedded", "vllm" or "sglang" (tests set OFFBEAT_TESTING=1)'
     )
     with pytest.raises(UserError, match='allowed "auto", "embedded", "vllm", "sglang"; did you mean "vllm"'):
         load(None, ["--rollout.engine", "vlm"])

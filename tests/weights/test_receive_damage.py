@@ -81,7 +81,7 @@ def test_a_piece_that_is_gone_is_named_with_its_version_and_the_earlier_one_stay
 def test_where_the_chain_has_a_gap_a_copy_of_the_whole_file_takes_its_place(run):
     _, second, third = (run.publish() for _ in range(3))
     run.store.delete([], [(1, second.manifest)])
-    with pytest.raises(WeightsError, match="version 2 cannot be fetched: version 1: the store has no manifest"):
+    with pytest.raises(WeightsError, match="version 2 cannot be fetched: the store has no manifest of version 1"):
         fetch(run.receiver(), third)
     figures: list[ReceiveFigures] = []
     receiver = run.receiver(copy=run.copy, report=figures.append)

@@ -276,8 +276,8 @@ def engine_can_do_it(config: Config) -> None:
     rollout, url = config.rollout, config.engine.url
     if rollout.engine == "paced" and os.environ.get(TESTING) != "1":
         raise ValueError(
-            'rollout.engine = "paced": allowed "auto", "embedded", "vllm", "sglang"; the paced engine has no model and '
-            f"is only for tests, which set {TESTING}=1"
+            'rollout.engine = "paced" is only for tests, because the paced engine has no model; set it to "auto", '
+            f'"embedded", "vllm" or "sglang" (tests set {TESTING}=1)'
         )
     if config.run.exact and rollout.engine in SERVED:
         raise ValueError(

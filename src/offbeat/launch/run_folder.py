@@ -72,7 +72,9 @@ class FolderLock:
         except OSError as error:
             self.release()
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise FolderInUse(f"{path.parent}: is in use by {_holder(path)}; stop it or wait for it") from error
+                raise FolderInUse(
+                    f"{path.parent} is in use by {_holder(path)}; stop that process or wait until it ends"
+                ) from error
             raise UserError(
                 f"{path.parent}: its file system cannot lock files ({error.strerror}); choose another folder (run.dir "
                 "or --dir)"

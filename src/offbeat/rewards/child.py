@@ -191,9 +191,9 @@ class RewardServer:
     def _call_with_lists(
         self, name: str, reward: ListReward, samples: Sequence[Mapping[str, Any]], first: int
     ) -> tuple[list[wire.RewardAnswer], bool]:
-        """Judges samples in one call; returns their answers, numbered from `first`. If the call raises, each answer is
-        an error. Also returns whether smaller calls may have fewer errors. They cannot help if the call did not
-        return a list of the right length: a smaller call would return one only by chance."""
+        """Judges samples in one call and returns their answers, numbered from `first`. If the call raises, each answer
+        is an error. Also returns whether to call again with fewer samples, so that fewer of them fail. That is no use
+        if the reward did not return a list with a value for each sample: the reward itself is wrong then."""
         self.progress.begin(len(samples))
         try:
             value = reward.function(**reward.arguments(samples))

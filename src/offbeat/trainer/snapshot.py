@@ -34,8 +34,8 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """Returns copies of `tensors`, which the next call overwrites. Returns None if the host's memory is too
-        small for them, and logs a warning the first time."""
+        """Copies `tensors` to host memory and returns the copies, which are valid until the next call. If the host's
+        memory is too small, returns None, and logs a warning the first time."""
         missing = [name for name in tensors if name not in self._held]
         num_bytes = sum(tensors[name].nbytes for name in missing)
         if missing and not fits(num_bytes, host_memory()[0]):

@@ -56,15 +56,16 @@ class StoreSources:
             return self._store.get_manifest(number, digest)
         found = sorted(entry for entry in self._store.list_manifests() if entry[0] == number)
         if not found:
-            raise PieceMissing(f"version {number}: the store has no manifest of it; it may have been deleted")
+            raise PieceMissing(f"the store has no manifest of version {number}, which may have been deleted")
         # Two trainers may have published the same number. The caller repeats the call until it gets the right one.
         entry = self._anchor_deltas_last(found)[self._num_asked[number] % len(found)]
         self._num_asked[number] += 1
         return self._store.get_manifest(*entry)
 
     def _anchor_deltas_last(self, entries: list[Entry]) -> list[Entry]:
-        """Returns `entries` with the delta manifests of anchors at the end. An anchor's full manifest is better,
-        because the delta's base may have been deleted."""
+        """Returns the manifests `entries` of one version in the order in which to try them. If the version is an
+        anchor, it has a delta manifest besides its full one. The delta manifest comes last, because its base may have
+        been deleted."""
         deltas = {self._delta_of(entry) for entry in entries} if len(entries) > 1 else set()
         return sorted(entries, key=lambda entry: entry[1] in deltas)
 

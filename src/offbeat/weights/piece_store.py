@@ -519,7 +519,8 @@ def _secrets(url: str) -> list[str]:
 
 
 def _put_s(info: dict[str, Any]) -> float:
-    """Returns when an object was put, in seconds since the epoch; infinity, which never counts as old, if not known."""
+    """Returns the time at which an object was put into the store, in seconds since the epoch. If it is unknown, returns
+    infinity, so that the object never counts as old."""
     found = next((info[key] for key in PUT_AT if info.get(key)), math.inf)
     if isinstance(found, str):
         found = datetime.fromisoformat(found)

@@ -481,8 +481,9 @@ def append(trajectory: Trajectory, generation: Generation) -> bool:
         return False
     if generation.finish is Finish.TURN or not generation.segments:
         raise EngineError(
-            f"request {generation.id} ended by {generation.finish.value} with {len(generation.segments)} segments; "
-            "an engine must end it by stop or length, after at least one token"
+            f"the engine ended request {generation.id} with finish reason {generation.finish.value!r} and "
+            f"{len(generation.segments)} segments of tokens; it must give at least one token, and finish with 'stop' "
+            "or 'length'"
         )
     *first, last = generation.segments
     for segment in first:

@@ -49,7 +49,8 @@ def short_context(mask: Tensor | None) -> Iterator[None]:
 
 
 def use_slot_attention(model: PreTrainedModel) -> Usage:
-    """Replaces a model's attention by `slot_attention` if the model allows it; returns what the model supports."""
+    """Replaces a model's attention with `slot_attention` if the model supports KV slots; returns the model's `Usage`,
+    which says so."""
     found = usage(model)
     if found.has_slots:
         AttentionInterface.register(NAME, slot_attention)

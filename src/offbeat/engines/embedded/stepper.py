@@ -308,8 +308,8 @@ class Stepper:
             self.metrics += self.prefill.fill(wanted)
 
     def _take_cached(self, request: Request) -> CachedPrefix | None:
-        """Returns a cached prefix for a request and removes it from the cache; None: there is none, or prefill is
-        cheaper."""
+        """Removes a cached prefix that suits a request from the cache, and returns it. Returns None if there is none,
+        or if prefilling all tokens costs less than reusing it."""
         assert self.version is not None
         prefix = self.cached.find(request, self.version)
         if prefix is None:

@@ -215,7 +215,7 @@ def places_of(
         nodes = [fabric.nodes[name] for name in in_order(among) if fabric.nodes[name].offer == offer]
         packed = pack(sizes, {name: solution.replicas[name] for name in sizes}, nodes)
         if packed is None:
-            raise UserError(f"class {offer}: the plan's replicas do not fit on the {len(nodes)} nodes that they have")
+            raise UserError(f"the plan's replicas do not fit on its {len(nodes)} nodes of class {offer}; plan again")
         places += packed
     return places
 

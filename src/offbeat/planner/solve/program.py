@@ -221,8 +221,8 @@ class _Builder:
             self.unit_price = float(max(view.node_price.max(), 1))
 
     def model(self, margin: float) -> LinearProgram:
-        """Returns the program. `margin` raises the demand for tokens, in units of the tokens of one replica of the most
-        productive column, to make up for the solver's tolerance."""
+        """Returns the linear program to solve. To make up for the solver's tolerance, the demand for tokens is raised
+        by `margin` times `unit_tokens`."""
         view, size = self.view, self.num_z + self.num_y + self.num_n
         parts: list[tuple[Ints, Ints, Floats]] = []
         lower: list[float] = []
