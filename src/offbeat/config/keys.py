@@ -247,7 +247,7 @@ def leaves(data: Any, place: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def dotted(place: Path, data: Mapping[str, Any] | None = None) -> str:
-    """Returns a place as users write it, such as `task.level`; the index of an only task is left out."""
+    """Returns a place as users write it, such as `task.level`. If there is only one task, its index is left out."""
     tasks = (data or {}).get("task")
     if len(place) > 2 and place[:2] == ("task", 0) and isinstance(tasks, list) and len(tasks) == 1:
         place = ("task", *place[2:])

@@ -585,12 +585,13 @@ class BatchConfig(Section):
 
     @property
     def siblings(self) -> int:
-        """Number of ledger groups per prompt."""
+        """Number of groups in which the ledger keeps the answers to one prompt: one with gate = "strict", else as many
+        as answers."""
         return self.group_size // self.members
 
     @property
     def claims_per_step(self) -> int:
-        """Number of ledger groups per step."""
+        """Number of the ledger's groups that a step trains."""
         return self.groups_per_step * self.siblings
 
 

@@ -147,7 +147,7 @@ class Supervisor:
         return json.loads(summary.read_text())
 
     async def _watch(self, stopping: Stopping) -> None:
-        """Keeps all children running, without a time limit, until the coordinator ends."""
+        """Watches the child processes and restarts those that crash, until the coordinator ends."""
         asked = asyncio.ensure_future(self._stop_when(stopping))
         following = asyncio.ensure_future(self._follow())
         try:

@@ -278,7 +278,7 @@ def _without_fillers(high: np.ndarray, count: int) -> np.ndarray:
     sums = np.cumsum(high, dtype=np.int64)
     ends = high != FILLER
     if np.count_nonzero(ends) != count or not ends[-1:].all():
-        raise CodecError(f"a sparse code announces {count} changes, but its bytes of gaps do not describe so many")
+        raise CodecError(f"a sparse code announces {count} changes, but does not hold the positions of exactly as many")
     return sums if count == high.size else sums[ends]
 
 

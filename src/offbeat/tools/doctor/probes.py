@@ -193,7 +193,8 @@ async def _facts(url: str) -> Facts:
                 return None
             if path not in ("/generate", "/inference/v1/generate"):
                 raise EngineError(
-                    f"{self.url}: the server is paused, because a worker is loading weights or has died; try again soon"
+                    f"{self.url}: the server is paused, because a worker is loading weights or died while it did; try "
+                    "again soon, and restart the server if it is still paused"
                 )
             return await super().post(path, body, **options)
 

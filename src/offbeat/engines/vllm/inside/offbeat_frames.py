@@ -103,7 +103,9 @@ class Frames:
             first = at + LENGTH_BYTES
             length = int.from_bytes(self._begun[at:first], "little")
             if length > MAX_FRAME_BYTES:
-                raise ValueError(f"it sent a frame of {length} bytes; allowed up to {MAX_FRAME_BYTES}")
+                raise ValueError(
+                    f"the other side sent a frame of {length} bytes; at most {MAX_FRAME_BYTES} are allowed"
+                )
             if len(self._begun) - first < length:
                 break
             at = first + length
