@@ -114,7 +114,9 @@ def test_a_workers_address_is_the_one_that_it_calls_from():
 
 @pytest.mark.parametrize("host", ["10.0.0.8", "127.0.0.1", "169.254.169.254", "::1"])
 def test_another_address_is_refused_unless_the_coordinator_believes_in_its_network(host):
-    with pytest.raises(Refused, match=f"^peer address {host} differs from 203.0.113.5, .*peer_networks"):
+    with pytest.raises(
+        Refused, match=f"^this worker calls from 203.0.113.5, but gives {host} as its peer address; .*peer_networks"
+    ):
         site_of("home", "203.0.113.5", host, 7000, [])
     with pytest.raises(Refused):
         site_of("home", "203.0.113.5", host, 7000, ["192.168.0.0/16", "fd00::/8"])

@@ -59,7 +59,20 @@ def test_a_name_in_use_is_refused_with_the_way_to_go_on(tmp_path):
 def test_a_run_that_never_began_gives_its_name_back(tmp_path):
     RunFolder.create(config(tmp_path, "--run.name=a")).close()
     with RunFolder.create(config(tmp_path, "--run.name=a", "--batch.group-size=4")) as folder:
-        assert (folder.config.batch.group_size, folder.attempt) == (4, 2)
+        assert (folder.config.batch.group_size, folder.attempt) == (4, 1)
+
+
+def test_a_start_from_which_nothing_came_is_no_attempt_of_its_own(tmp_path):
+    RunFolder.create(config(tmp_path, "--run.name=a")).close()
+    with RunFolder.open(tmp_path / "a") as folder:
+        assert folder.attempt == 1
+
+
+def test_a_missing_run_is_refused_with_a_few_of_those_there_are_and_the_number_of_others(tmp_path):
+    for number in range(6):
+        RunFolder.create(config(tmp_path, f"--run.name=a{number}")).close()
+    with pytest.raises(UserError, match=r"there is no such run; .* has a2, a3, a4, a5 and 2 more$"):
+        RunFolder.open(tmp_path / "b")
 
 
 def refuse_to_begin(tmp_path, do) -> None:

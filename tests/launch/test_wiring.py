@@ -69,7 +69,9 @@ def test_a_reward_that_needs_an_answer_is_refused_where_no_row_has_one(trial, co
 
 
 def test_a_named_reward_that_needs_an_answer_is_refused_likewise(trial):
-    with pytest.raises(UserError, match=r"it has prompt, total; set task\.answer to the column with the right answer"):
+    with pytest.raises(
+        UserError, match=r"only prompt, total, so .*; set task\.answer to the column with the right answer"
+    ):
         trial([{"prompt": "1+1=", "total": 2}, {"prompt": "1+2=", "total": 3}], "", reward="number")
 
 

@@ -76,7 +76,7 @@ def site_of(
         raise Refused(f"peer address {host!r} is not an IP address; give one, as in --peer-address {seen}:{port}")
     if own is not None and own != calls_from and not any(own in ipaddress.ip_network(net) for net in networks):
         raise Refused(
-            f"peer address {host} differs from {seen}, from which this worker calls; add its network to "
+            f"this worker calls from {seen}, but gives {host} as its peer address; add the network of {host} to "
             f"serve.peer_networks, or start the worker with --peer-address {seen}:{port}"
         )
     is_local = own is not None and own.is_loopback

@@ -154,6 +154,7 @@ def _announce(
         folder.path / ADDRESS,
         json.dumps({"url": url, "near_url": near_url, "run": str(folder.path.resolve())}).encode(),
     )
+    has_served = folder.last_event("serve") is not None  # then workers may have joined
     folder.event("serve", url=url)
     descriptor = os.environ.pop(READY, None)
     if descriptor is not None:
@@ -168,7 +169,7 @@ def _announce(
     if not folder.config.reward.processes:
         own = _own_rewards(folder.config)
         lines += join_lines(folder.path, url, near_url, address, role="reward", more=own)
-    if folder.attempt > 1:
+    if has_served:
         lines.append("workers that joined before need no token; those that still run come back by themselves")
         if needs_trainer and has_trained:
             lines.append("the trainer needs none either; start it again with the same --dir, unless it still runs")

@@ -39,6 +39,7 @@ from offbeat.model.devices import (
 )
 from offbeat.model.loading import load_model
 from offbeat.model.lora import AdapterDisabled, Lora, base_tensors, describe, load_adapted
+from offbeat.spelling import a_kind
 from offbeat.trainer import attention
 from offbeat.trainer.advantages import ADVANTAGES, GaeSettings, group_normalised
 from offbeat.trainer.losses import (
@@ -76,9 +77,9 @@ def load_loss(spec: str) -> PolicyLoss:
         if isinstance(found, TokenLoss):
             return found
         if not isinstance(found, Tensor) or found.shape != tokens.mask.shape:
-            shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else a_kind(found)
             raise UserError(
-                f"loss.name = {spec!r}: the loss returned {shape}; return a tensor of shape {tuple(tokens.mask.shape)}"
+                f"loss.name = {spec!r}: the loss returned {what}; return a tensor of shape {tuple(tokens.mask.shape)}"
             )
         return TokenLoss(found, torch.zeros_like(tokens.mask))
 

@@ -121,6 +121,8 @@ TRAINER_ID = "trainer.id"
 """File with the random id of the run's own trainer; `offbeat.trainer.checkpoint` writes it."""
 CHECK_WITHIN_S = 60.0
 """Longest time that a resume searches the ledger for damaged pages; enough to read some ten gigabytes from disk."""
+MAX_NAMED = 4
+"""Largest number of other runs that an error names."""
 LOGGERS = ("offbeat", "py.warnings")
 """Loggers whose records go to logs/; the root logger belongs to the calling program."""
 _current_run: ContextVar[Path | None] = ContextVar("current_run", default=None)
@@ -144,7 +146,9 @@ class RunFolder:
             self.trace = Trace(path / TRACE)
             events = read_events(path / EVENTS)
             self._last_events = {event["event"]: event for event in events}
-            self.attempt = max((event.get("attempt", 0) for event in events), default=0) + 1
+            latest = max((event.get("attempt", 0) for event in events), default=0)
+            self.attempt = max(1, latest + has_begun(path))
+            """Number of this start of the run, without earlier starts from which nothing of value came."""
             self._handler = _log_to(path / "logs" / "offbeat.log")
             self._access = stack.pop_all()
         self._before = _current_run.get()
@@ -406,7 +410,8 @@ def check_resumable(path: Path, config: Config) -> Config:
     rules, num_trained = _in_ledger(path)
     if config.run.steps < num_trained:
         raise UserError(
-            f"run.steps = {config.run.steps}: {path} has trained {num_trained} steps already; give more to go on"
+            f"run.steps = {config.run.steps}: {path} has trained {num_trained} steps already; set it above "
+            f"{num_trained} to continue the run"
         )
     if rules is not None:  # the ledger decides, even if config.json was edited
         changes = fixed_changes(rules, _renamed(config, _name_in(rules)))
@@ -572,7 +577,8 @@ def _unused(path: Path) -> Path:
 
 def _runs_beside(path: Path) -> str:
     names = sorted(config.parent.name for config in path.parent.glob(f"*/{CONFIG}")) if path.parent.is_dir() else []
-    return f"; {path.parent} has {', '.join(names[-4:])}" if names else ""
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return f"; {path.parent} has {', '.join(names[-MAX_NAMED:])}{more}" if names else ""
 
 
 class _LogFile(logging.FileHandler):

@@ -224,7 +224,8 @@ class Adviser:
         return self._streaks[name] >= num_steps
 
     def _has_fallen(self, row: Row) -> bool:
-        """Whether the reward was high earlier in the run, and has been near the worst reward for some steps."""
+        """Whether the mean reward was high earlier in the run, and has been near the lowest reward of any answer for
+        the last `FEW_STEPS` steps."""
         if (recent := self._recent_reward()) is not None:
             self._peak = max(self._peak, recent)
         span = self._best - self._worst

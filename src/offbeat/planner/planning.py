@@ -136,8 +136,10 @@ def _best_placed(placer: Placer, first: Result, solve: Solve, throughput: float 
     kept = [each for each in found if each.placing.tau_s <= each.solution.tau_s * (1 + ROUNDING)]
     if not kept:
         most = placer.problem.demand.tokens / min(each.placing.tau_s for each in found)
-        makes = f"the plans found reach at most {most:,.0f} tokens/s over the links between the nodes chosen for them"
-        raise UserError(f"no plan: {makes}; ask for that throughput or less")
+        raise UserError(
+            f"no plan reaches {throughput:,.0f} tokens/s: with the links between their nodes, the plans found reach at "
+            f"most {most:,.0f}; ask for that or less"
+        )
     return min(kept, key=lambda each: each.price_per_h)
 
 

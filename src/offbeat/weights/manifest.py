@@ -1,9 +1,9 @@
 """Manifests: a document for each published version that lists its content, signed by its trainer.
 
-A tensor's bytes are cut into parts of at most 16 MiB, as for its digest. Each part is coded by itself, either whole or
-as changes since the same part of an older version, the base (`offbeat.weights.codec`). The coded parts are packed into
-pieces, named by the blake3 digest of their bytes. So a receiver with a trusted manifest can check everything else,
-whatever its source.
+A tensor's bytes are cut into parts of at most 16 MiB. Each part is coded by itself, either whole or as changes since
+the same part of an older version, the base (`offbeat.weights.codec`). The coded parts are packed into pieces, named by
+the blake3 digest of their bytes. So a receiver with a trusted manifest can check everything else, whatever its
+source.
 
 Guarantees: `encode` is canonical, so equal manifests have equal bytes and one digest. `decode` refuses bytes that are
 not canonical, and contradictions, such as a part that does not fit its tensor or piece, a digest that does not match

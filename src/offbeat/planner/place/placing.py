@@ -206,8 +206,8 @@ class Placer:
 def places_of(
     fabric: NodeFabric, problem: PlanningProblem, solution: Solution, trains: frozenset[str], rolls: frozenset[str]
 ) -> list[Placed]:
-    """Returns the cards of each replica. They are on nodes rented for rollout (`rolls`) or, if the replica's column
-    takes turns with training, on the gang's own nodes (`trains`)."""
+    """Returns the cards of each replica. They are on nodes rented for rollout (`rolls`) or, if the replica takes turns
+    with training, on the training nodes (`trains`)."""
     places: list[Placed] = []
     for offer, (is_home, among) in itertools.product(problem.offers, ((False, rolls), (True, trains))):
         columns = {one.name: one for one in problem.rollout if one.offer == offer and one.is_home == is_home}
