@@ -182,3 +182,9 @@ def test_every_word_about_joining_reaches_the_invitation(tmp_path):
         secrets_file=arguments.secrets_file,
     )
     assert [str(path) for path in (found.token_file, found.ca_file, found.secrets_file)] == ["t", "c", "s"]
+
+
+def test_a_run_whose_coordinator_is_still_starting_is_told_apart_from_no_run(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="holds no ledger yet; wait until its coordinator says that it serves"):
+        run("token", tmp_path)

@@ -3,6 +3,7 @@
 import pytest
 
 from offbeat.cli.main import STOPPED, main
+from offbeat.cli.train import status_of
 from offbeat.cli.trainer import exit_status
 from offbeat.errors import RunStopped
 
@@ -19,6 +20,16 @@ from offbeat.errors import RunStopped
 def test_a_signal_is_told_by_its_number_and_everything_else_is_a_success(stopped_by, status, told, capsys):
     assert exit_status("worker", stopped_by) == status
     assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize(
+    ("steps", "when"), [(0, "before its first step was trained"), (3, "after step 3, with a checkpoint")]
+)
+def test_a_stopped_run_says_how_far_it_came_and_how_to_go_on(steps, when, capsys):
+    assert status_of({"stopped_by": "SIGINT", "steps": steps, "run": "runs/a"}, "serve") == 130
+    assert capsys.readouterr().err == (
+        f"offbeat: stopped by SIGINT {when}; continue with offbeat serve --resume runs/a\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,8 @@ def _check_joinable(folder: Path) -> None:
 def _ledger(folder: Path, *, read_only: bool = False) -> Ledger:
     file = folder / "ledger.sqlite"
     if not file.is_file():
+        if (folder / "config.json").is_file():
+            raise UserError(f"{folder} holds no ledger yet; wait until its coordinator says that it serves")
         raise UserError(f"{folder} holds no ledger; give the folder of a run, such as runs/NAME")
     from offbeat.ledger.ledger import Ledger
 

@@ -168,9 +168,10 @@ def status_of(summary: Mapping[str, Any], command: str = "train", *, is_quiet: b
     if name not in signal.Signals.__members__:
         return 0
     if not is_quiet:
+        steps = summary["steps"]
+        when = f"after step {steps}, with a checkpoint" if steps else "before its first step was trained"
         print(
-            f"offbeat: stopped by {name} after step {summary['steps']}, with a checkpoint; continue with offbeat "
-            f"{command} --resume {summary['run']}",
+            f"offbeat: stopped by {name} {when}; continue with offbeat {command} --resume {summary['run']}",
             file=sys.stderr,
         )
     return 128 + signal.Signals[name]

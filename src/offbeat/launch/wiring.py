@@ -135,9 +135,9 @@ def _answer_must_exist(member: WeightedSource) -> None:
         likely = next((name for name in ANSWER_COLUMNS if name in columns), None)
         remedy = f'task.answer = "{likely}"' if likely else "task.answer to the column with the right answer"
         raise UserError(
-            f'task.answer = "{DEFAULT_ANSWER}": task {member.name} has no such column, only {", ".join(columns)}, so the '
-            f"reward {member.reward} would get no answer; set {remedy} (a reward without the parameter `answer` needs "
-            "none)"
+            f'task.answer = "{DEFAULT_ANSWER}": task {member.name} has no such column, only {", ".join(columns)}, so '
+            f"the reward {member.reward} would get no answer; set {remedy} (a reward without the parameter `answer` "
+            "needs none)"
         )
 
 
