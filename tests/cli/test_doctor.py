@@ -348,7 +348,7 @@ def test_files_that_the_configuration_names_are_looked_for(torch):
     said = told("run.toml")
     assert said["for"] == "run.toml"
     assert about(said, "config")["told"].startswith('task.path = "x.jsonl": no such file or folder')
-    assert about(told("--rollout.engine=vllm"), "config")["told"].endswith("; set rollout.workers = 1")
+    assert "; set rollout.workers = 1" in about(told("--rollout.engine=vllm"), "config")["told"]
 
 
 @pytest.mark.parametrize(
