@@ -173,7 +173,7 @@ def test_what_a_resume_refuses_changes_nothing(stopped):
     trained = stopped.metrics[-1]["step"]
     for given, told in (
         ({"steps": "8"}, "run.steps"),
-        ({"steps": trained - 1}, f"run.steps = {trained - 1}: .* has trained {trained} steps already; give more"),
+        ({"steps": trained - 1}, f"run.steps = {trained - 1}: .* has trained {trained} steps already; set it above"),
         ({"steps": trained + 1, "reward": always_fails}, "its trial failed"),
     ):
         with pytest.raises(UserError, match=told):

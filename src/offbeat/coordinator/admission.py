@@ -294,7 +294,7 @@ class Overlapped(Provisioning):
 
 class InRounds(Provisioning):
     """Chooses the over-provision factor if generation stops once a batch is complete (see `OverProvision`).
-    `on_choice` is called with every change of the factor."""
+    `on_choice` is called with every decision of it."""
 
     def __init__(
         self,
