@@ -1,4 +1,4 @@
-"""What engines tell of their work: the paced one in closed form, servers as far as their answers go."""
+"""Counts of an engine's work: exact for the paced engine, and for servers as far as their answers report them."""
 
 from __future__ import annotations
 

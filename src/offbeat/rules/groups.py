@@ -54,7 +54,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What `select` decides for one step."""
+    """Result of `select` for one step: the groups to train, the groups to drop, and the group to wait for."""
 
     take: tuple[int, ...] = ()
     """Groups of the batch; empty while the batch must wait."""
