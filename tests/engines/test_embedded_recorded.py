@@ -7,6 +7,7 @@ import torch
 from transformers import GPTNeoXConfig, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from offbeat.engines.embedded import decode_forward
 from offbeat.engines.embedded.decode_forward import DecodeForward, RecordedStep
 from offbeat.engines.embedded.stepper import Stepper
 
@@ -78,3 +79,20 @@ def test_a_model_that_branches_on_values_is_called_itself():
     with torch.inference_mode():
         stepper = recorded(Stepper(branching(LlamaConfig(**SHAPE)), 16, 64, False, "worker", "fingerprint", 0))
     assert isinstance(stepper._forward, DecodeForward)
+
+
+def test_a_recording_that_gives_other_logits_than_the_model_is_not_used():
+    class Changing(DecodeForward):
+        """Adds 1 to the logits of every call but the first, which is recorded."""
+
+        calls = 0
+
+        def __call__(self, *values: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return super().__call__(*values) + float(self.calls > 1)
+
+    with torch.inference_mode():
+        stepper = new_stepper(LlamaConfig)
+        for forward, is_recorded in ((DecodeForward(stepper.model), True), (Changing(stepper.model), False)):
+            found = decode_forward.recorded(forward, stepper._decode_inputs())
+            assert (found is not forward) == is_recorded
