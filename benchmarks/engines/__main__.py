@@ -1,12 +1,13 @@
-"""Ways to vLLM: `python -m benchmarks.engines [--quick]`.
+"""Ways to vLLM, and the embedded engine beside them: `python -m benchmarks.engines [--quick]`.
 
-Tokens per second, by four ways to the same engine with the same settings (random weights in a real shape):
+Tokens per second with the same settings (random weights in a real shape), by four ways to vLLM, and without it:
 - in process: vLLM's own `LLM.generate`, in a process that holds nothing else;
 - worker: as a worker generates, with vLLM in a process of its own;
 - server: as a worker generates with vLLM's HTTP server (engine.url);
-- naive: what one would write first, a thread with a connection per request, answers not streamed.
+- naive: what one would write first, a thread with a connection per request, answers not streamed;
+- embedded: as a worker generates with the embedded engine.
 Each request has a prompt of its own and a seed, and brings log-probs of its tokens. A batch is as many requests as run
-at a time, a stream four times that. In-process runs stand before and after the others.
+at a time, a stream four times that. In-process runs stand before and after the others; with `--once`, only before.
 
 Seconds of generation that a change of weights costs, while requests never stop coming (`changes.py`).
 
@@ -16,10 +17,10 @@ argument on to the engine, once for each word):
     python -m benchmarks.engines --server-arg=--attention-backend --server-arg=FLASH_ATTN
 
 All of it, with four starts of the engine, takes about fourteen minutes; `--only batch,stream`, `--only changes` and
-`--ways "in process,worker"` run a part. `--url URL` measures a server that runs already, started on a model of the
-shape that is named; it is not compared with in-process runs then. Without a GPU, and with `--quick`, the shape is
-a tiny one and nothing is decided: it shows that all parts work. A quick run starts the engine three times, which on a
-few cores takes longer than a minute.
+`--ways "in process,worker"` run a part. `--concurrency 256,1024` measures both with the same engines. `--url URL`
+measures a server that runs already, started on a model of the shape that is named; it is not compared with in-process
+runs then. Without a GPU, and with `--quick`, the shape is a tiny one and nothing is decided: it shows that all parts
+work. A quick run starts the engine three times, which on a few cores takes longer than a minute.
 """
 
 from __future__ import annotations
@@ -48,14 +49,15 @@ MEMORY = Path("/dev/shm")
 
 
 def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.engines", description="Ways to vLLM.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engines", description="Rates of engines.")
     parser.add_argument("--quick", action="store_true", help="a tiny shape, few tokens, three starts; decides nothing")
     parser.add_argument("--python", default=sys.executable, metavar="PATH", help="of an environment with the engine")
     parser.add_argument("--url", help="a server that runs already, instead of one that is started")
     parser.add_argument("--shape", choices=SHAPES)
-    parser.add_argument("--concurrency", type=int, help="requests at a time")
+    parser.add_argument("--concurrency", type=numbers, metavar="N,N", help="requests at a time; each is measured")
     parser.add_argument("--tokens", type=int, dest="num_tokens", help="of each answer")
     parser.add_argument("--repeats", type=int)
+    parser.add_argument("--once", action="store_true", help="in process only before the other ways, not after them too")
     parser.add_argument("--server-arg", action="append", default=[], metavar="WORD", help="for the engine; repeatable")
     parser.add_argument("--only", type=some_of(KINDS), default=KINDS, metavar="A,B", help="comma-separated")
     parser.add_argument("--ways", type=some_of(WAYS), default=WAYS, metavar="A,B", help="comma-separated")
@@ -71,6 +73,10 @@ def some_of(allowed: Sequence[str]) -> Callable[[str], list[str]]:
         return found
 
     return chosen
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.split(","))
 
 
 def size_of(options: argparse.Namespace) -> Size:
@@ -89,7 +95,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # an orderly end: no engine goes on alone
     options, load = options_of(), Load()
     size, findings = size_of(options), Findings()
-    decides = not options.quick and torch.cuda.is_available() and replace(size, repeats=FULL.repeats) == FULL
+    decides = not options.quick and torch.cuda.is_available() and size.num_tokens == FULL.num_tokens
     try:
         if not options.url:
             find_vllm(options.python)
@@ -106,7 +112,7 @@ def main() -> int:
         "engines",
         ("", "median", "spread", "x in process"),
         rows_of(findings),
-        bars_of(findings, decides=decides),
+        bars_of(findings, size.concurrency, decides=decides),
         quick=options.quick,
         size=asdict(size),
         server_arguments=options.server_arg,

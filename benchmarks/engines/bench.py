@@ -1,4 +1,4 @@
-"""Measures one engine in process, as a worker has it, and over HTTP."""
+"""Measures vLLM in process, as a worker has it, and over HTTP, and the embedded engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,19 @@ import torch
 from benchmarks.common.shapes import SHAPES
 from benchmarks.engines.changes import Counted, CountingServer, CountingWorker, Traffic, losses, measure
 from benchmarks.engines.clients import naive, through_engine
-from benchmarks.engines.findings import BATCH, CHANGES, IN_PROCESS, NAIVE, SERVER, STREAM, WORKER, Findings, say
+from benchmarks.engines.findings import (
+    BATCH,
+    CHANGES,
+    EMBEDDED,
+    IN_PROCESS,
+    NAIVE,
+    SERVER,
+    STREAM,
+    WORKER,
+    Findings,
+    Kind,
+    say,
+)
 from benchmarks.engines.models import Models
 from benchmarks.engines.processes import Settings, find_settings, offline, server, worker_process
 from benchmarks.engines.work import Batch, Batches
@@ -23,6 +35,7 @@ from offbeat.engines.http_calls import Server
 from offbeat.engines.server_engine import ServerEngine
 from offbeat.engines.vllm.direct import Channel
 from offbeat.engines.vllm.weights import FromPath, Transfer
+from offbeat.launch.model_parts import make_embedded
 
 
 @dataclass(frozen=True)
@@ -30,7 +43,8 @@ class Size:
     """Amount of measurements."""
 
     shape: str
-    concurrency: int
+    concurrency: tuple[int, ...]
+    """Numbers of requests at a time, each of which is measured."""
     num_tokens: int
     repeats: int
     window_s: float
@@ -39,9 +53,9 @@ class Size:
     stream_factor: int = 4
 
 
-FULL = Size("1.5b", concurrency=256, num_tokens=512, repeats=3, window_s=15.0, loads_per_window=5)
-SMALL = Size("tiny", concurrency=32, num_tokens=64, repeats=2, window_s=4.0, loads_per_window=2)
-QUICK = replace(SMALL, concurrency=8, num_tokens=32, repeats=1, window_s=2.0, loads_per_window=1)
+FULL = Size("1.5b", concurrency=(256,), num_tokens=512, repeats=3, window_s=15.0, loads_per_window=5)
+SMALL = Size("tiny", concurrency=(32,), num_tokens=64, repeats=2, window_s=4.0, loads_per_window=2)
+QUICK = replace(SMALL, concurrency=(8,), num_tokens=32, repeats=1, window_s=2.0, loads_per_window=1)
 
 
 class Bench:
@@ -60,6 +74,19 @@ class Bench:
             engine.run(self._warmup())
             for kind in self._rounds():
                 self.findings.add(kind, IN_PROCESS, engine.run(self._batch(kind)))
+
+    async def embedded(self, settings: Settings) -> None:
+        if EMBEDDED not in self.ways or not {BATCH, STREAM} & set(self.kinds):
+            return
+        engine = make_embedded(settings.config, "benchmark")
+        try:
+            await engine.load(self.models.next())
+            say("embedded engine: ready")
+            await through_engine(engine, EMBEDDED, self._warmup())
+            for kind in self._rounds():
+                self.findings.add(kind, EMBEDDED, await through_engine(engine, EMBEDDED, self._batch(kind)))
+        finally:
+            await engine.close()
 
     async def started(self, settings: Settings, folder: Path, log: Path) -> None:
         if WORKER in self.ways:
@@ -95,7 +122,7 @@ class Bench:
             from offbeat.engines.vllm.weights import FromGpu
 
             ways["ipc"] = FromGpu(torch.device("cuda", 0))
-        traffic = Traffic(engine, dialect, self.batches, size.concurrency, size.num_tokens)
+        traffic = Traffic(engine, dialect, self.batches, max(size.concurrency), size.num_tokens)
         await measure(
             traffic,
             ways,
@@ -110,24 +137,25 @@ class Bench:
 
     @asynccontextmanager
     async def _attached(self, dialect: Counted) -> AsyncIterator[ServerEngine]:
-        engine = await ServerEngine.attach(dialect, worker="benchmark", num_slots=self.size.concurrency)
+        engine = await ServerEngine.attach(dialect, worker="benchmark", num_slots=max(self.size.concurrency))
         try:
             await engine.load(self.models.next())
             yield engine
         finally:
             await engine.close()
 
-    def _rounds(self) -> list[str]:
-        """The kinds of work of one session, in order: batches, then one stream."""
-        return [kind for kind in [*[BATCH] * self.size.repeats, STREAM] if kind in self.kinds]
+    def _rounds(self) -> list[Kind]:
+        """The kinds of work of one session, in order: for each number of requests at a time batches, then a stream."""
+        names = [name for name in [*[BATCH] * self.size.repeats, STREAM] if name in self.kinds]
+        return [Kind(name, num_at_once) for num_at_once in self.size.concurrency for name in names]
 
-    def _batch(self, kind: str) -> Batch:
-        num_at_once = self.size.concurrency
-        num_requests = num_at_once * (self.size.stream_factor if kind == STREAM else 1)
-        return self.batches.make(num_requests, self.size.num_tokens, num_at_once)
+    def _batch(self, kind: Kind) -> Batch:
+        num_requests = kind.num_at_once * (self.size.stream_factor if kind.name == STREAM else 1)
+        return self.batches.make(num_requests, self.size.num_tokens, kind.num_at_once)
 
     def _warmup(self) -> Batch:
-        return self.batches.make(self.size.concurrency, max(self.size.num_tokens // 4, 1), self.size.concurrency)
+        most = max(self.size.concurrency)
+        return self.batches.make(most, max(self.size.num_tokens // 4, 1), most)
 
 
 def measured(options: argparse.Namespace, size: Size, folder: Path, log: Path) -> Findings:
@@ -153,12 +181,13 @@ def measure_all(bench: Bench, options: argparse.Namespace, folder: Path, log: Pa
             bench.models.folder,
             options.python,
             options.server_arg,
-            num_slots=size.concurrency,
+            num_slots=max(size.concurrency),
             num_prompt_tokens=size.num_prompt_tokens,
             num_tokens=size.num_tokens,
         )
     )
     bench.offline(told, log)
     asyncio.run(bench.started(told, folder, log))
-    if not options.quick:
+    asyncio.run(bench.embedded(told))
+    if not (options.quick or options.once):
         bench.offline(told, log)

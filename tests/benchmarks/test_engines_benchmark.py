@@ -18,7 +18,18 @@ from transformers import AutoModelForCausalLM
 from benchmarks.common.shapes import SHAPES
 from benchmarks.engines import processes
 from benchmarks.engines.changes import Window, losses
-from benchmarks.engines.findings import BAR, BATCH, IN_PROCESS, NAIVE, WORKER, Findings, bars_of
+from benchmarks.engines.findings import (
+    BATCH,
+    EMBEDDED,
+    IN_PROCESS,
+    NAIVE,
+    TARGETS,
+    WORKER,
+    Findings,
+    Kind,
+    bar_name,
+    bars_of,
+)
 from benchmarks.engines.models import Models
 from benchmarks.engines.work import Batches, Done, checked
 from offbeat.errors import OffbeatError
@@ -42,7 +53,10 @@ def test_the_quick_form_without_vllm_says_what_it_needs_and_leaves_its_bar_open(
     )
     assert done.returncode == 0, done.stderr
     line = json.loads(done.stdout.splitlines()[-1])
-    assert line["bars"] == {BAR: {"value": None, "target": 0.85, "holds": None, "spread": None}}
+    assert line["bars"] == {
+        bar_name(way, 8): {"value": None, "target": target, "holds": None, "spread": None}
+        for way, target in TARGETS.items()
+    }
     (said,) = done.stderr.splitlines()
     assert "has no vLLM" in said
     assert "--python" in said
@@ -70,14 +84,20 @@ def test_windows_that_broke_off_tell_only_of_changes_between_two_quiet_ones(num_
 
 
 def test_ratios_are_to_the_median_in_process_and_decide_only_where_they_may():
-    findings = Findings()
+    findings, batch = Findings(), Kind(BATCH, 256)
     for seconds in (1.0, 2.0, 4.0):
-        findings.add(BATCH, IN_PROCESS, Done(seconds, 1000, 1000))
-    findings.add(BATCH, WORKER, Done(2.2, 1000, 1000))
-    assert findings.ratios(BATCH, WORKER) == pytest.approx([1 / 1.1])
-    assert bars_of(findings, decides=True)[BAR].holds is True
-    assert bars_of(findings, decides=False)[BAR].holds is None
-    assert findings.ratios(BATCH, NAIVE) == []
+        findings.add(batch, IN_PROCESS, Done(seconds, 1000, 1000))
+    findings.add(batch, WORKER, Done(2.2, 1000, 1000))
+    findings.add(batch, EMBEDDED, Done(5.0, 1000, 1000))
+    assert findings.ratios(batch, WORKER) == pytest.approx([1 / 1.1])
+    decided = bars_of(findings, [256, 1024], decides=True)
+    assert {name: bar.holds for name, bar in decided.items()} == {
+        bar_name(WORKER, 256): True,
+        bar_name(EMBEDDED, 256): False,
+        bar_name(WORKER, 1024): None,
+    }
+    assert bars_of(findings, [256], decides=False)[bar_name(WORKER, 256)].holds is None
+    assert findings.ratios(batch, NAIVE) == []
 
 
 def test_an_answer_that_lacks_tokens_or_log_probs_is_not_compared():
