@@ -1,6 +1,7 @@
 """Exit statuses of roles that are stopped, as shells and schedulers know them."""
 
 import pytest
+import torch
 
 from offbeat.cli.main import STOPPED, main
 from offbeat.cli.train import status_of
@@ -49,3 +50,17 @@ def test_a_run_that_cannot_go_on_ends_its_roles_with_a_status_that_forbids_a_res
     if role == ["serve"]:
         (events,) = tmp_path.glob("runs/*/events.jsonl")
         assert '"error": "most rewards failed"' in events.read_text()
+
+
+def test_a_gpu_whose_memory_is_full_is_one_line_with_remedies(monkeypatch, capsys):
+    def fill(*_: object) -> None:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 1.00 MiB"
+        )
+
+    monkeypatch.setattr("offbeat.cli.main._run", fill)
+    assert main(["train"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("offbeat: CUDA out of memory. Tried to allocate 2.00 MiB; ")
+    assert "nvidia-smi" in told
+    assert len(told.splitlines()) == 1

@@ -7,7 +7,9 @@ import os
 import signal
 import socket
 import stat
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from test_engine_contract import ask, prompt
 from offbeat.engines.protocol import EngineDied, Generation, Version
 from offbeat.engines.server_engine import ServerEngine
 from offbeat.engines.vllm.direct import Channel, DirectDialect
+from offbeat.launch.gpu_memory import taking_turns
 
 pytestmark = pytest.mark.timeout(900)  # a busy machine takes minutes to start a server
 PYTHON = os.environ.get(SERVERS["vllm"][1])
@@ -139,3 +142,33 @@ def test_a_server_that_is_killed_mid_request_ends_every_call_in_time_and_by_name
         return took_s
 
     assert asyncio.run(scenario()) < WITHIN_S
+
+
+def test_a_server_takes_no_memory_while_another_has_its_turn(tmp_path):
+    if not PYTHON:
+        pytest.skip("make test-engines has a vLLM")
+    tiny_llama(seed=1).save_pretrained(tmp_path / "model")
+    lock, is_up = tmp_path / "gpu.lock", threading.Event()
+
+    def serve() -> None:
+        with own_server("direct", PYTHON, tmp_path / "model", arguments=("--memory-lock", str(lock))):
+            is_up.set()
+
+    server = threading.Thread(target=serve)
+    with taking_turns(lock):
+        server.start()
+        while num_open(lock) < 2:
+            assert server.is_alive()
+            time.sleep(0.2)
+        assert not is_up.wait(3.0)
+    assert is_up.wait(4 * WITHIN_S)
+    server.join()
+
+
+def num_open(file: Path) -> int:
+    """How often processes of this machine have a file open."""
+    number = 0
+    for entry in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            number += os.readlink(entry) == str(file)
+    return number

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 PYTHON = os.environ.get("OFFBEAT_VLLM_PYTHON")
 ROOT = Path(__file__).parents[2]
@@ -19,6 +20,7 @@ EXAMPLE = ROOT / "examples" / "vllm_cpu.toml"
 WITHIN_S = 900.0
 pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="make test-engines has a vLLM"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the runs on a GPU"),
     pytest.mark.timeout(2 * WITHIN_S),
 ]
 TINY = (

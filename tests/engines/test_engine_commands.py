@@ -61,6 +61,13 @@ def test_on_a_gpu_it_is_told_its_share_of_memory_and_how_weights_come():
     assert "--no-enable-chunked-prefill" not in told
 
 
+def test_only_vllm_on_a_gpu_waits_for_the_lock_on_the_gpus_memory():
+    told = options(command(configured(), GPU, SOCKET, memory_lock=Path("/run/gpu.lock")))
+    assert told["--memory-lock"] == "/run/gpu.lock"
+    for config, machine in ((configured(), CPU), (configured(rollout__engine="sglang"), GPU)):
+        assert "--memory-lock" not in command(config, machine, SOCKET, memory_lock=Path("/run/gpu.lock"))
+
+
 def test_sglang_is_started_as_its_dialect_wants_it():
     config = configured(rollout__engine="sglang", rollout__kv="stale", schedule__mode="overlap")
     words = command(config, GPU, PORT)

@@ -7,7 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from gpu_runs import ENGINE_ARGUMENTS, ENGINE_PYTHON, HAS_VLLM
+from engine_servers import ENGINE_ARGUMENTS
+from gpu_runs import ENGINE_PYTHON, HAS_VLLM
 
 pytestmark = [pytest.mark.gpu, pytest.mark.full]
 BESIDE_OTHERS = (

@@ -1,10 +1,21 @@
-"""How trainer and engine divide a card, by closed forms."""
+"""How trainer and engine divide a card, by closed forms, and how they take turns to take memory."""
+
+import subprocess
+import sys
+import threading
 
 import pytest
 
 from offbeat.config import Config, from_dict
 from offbeat.launch import gpu_memory
-from offbeat.launch.gpu_memory import OUTSIDE_BYTES, server_share, servers_bytes, trainer_bytes, training_bytes
+from offbeat.launch.gpu_memory import (
+    OUTSIDE_BYTES,
+    server_share,
+    servers_bytes,
+    taking_turns,
+    trainer_bytes,
+    training_bytes,
+)
 
 B = 10**9
 WEIGHTS = 2 * 1.5 * B
@@ -69,3 +80,28 @@ def test_what_training_takes_is_counted_by_purpose():
     assert training_bytes(configured(model={"lora_rank": 4}), 10, on_gpu=True) == {"weights": 20}
     with_reference = training_bytes(configured(loss={"kl_coef": 0.1}), 10, on_gpu=False)
     assert with_reference == {"weights": 40, "optimizer": 80, "gradients": 40, "reference": 40}
+
+
+def test_whoever_takes_memory_waits_for_the_other_to_end_its_turn_or_its_life(tmp_path):
+    lock, events = tmp_path / "gpu.lock", []
+    held = "import sys; from pathlib import Path; from offbeat.launch.gpu_memory import taking_turns\n"
+    held += "with taking_turns(Path(sys.argv[1])): print(flush=True); sys.stdin.read()"
+    other = subprocess.Popen(
+        [sys.executable, "-c", held, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout.readline() == "\n"
+
+    def take() -> None:
+        with taking_turns(lock):
+            events.append("taken")
+
+    waiting = threading.Thread(target=take)
+    waiting.start()
+    waiting.join(0.2)
+    events.append("killed")
+    other.kill()
+    waiting.join(10)
+    other.communicate()
+    assert events == ["killed", "taken"]
+    with taking_turns(None), taking_turns(None):  # alone on its GPU, it waits for nobody
+        pass

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import tempfile
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks.common.vllm_http import http_command, http_endpoint, http_environment
 from offbeat.config.schema import Config
@@ -25,6 +28,13 @@ from offbeat.engines.vllm.direct import Channel, DirectDialect
 
 NUM_SLOTS = 16
 START_WITHIN_S = 600.0
+BESIDE_OTHERS = "--attention-backend TRITON_ATTN --enforce-eager --kv-cache-memory-bytes 2000000000"
+ENGINE_ARGUMENTS = shlex.split(
+    os.environ.get("OFFBEAT_ENGINE_ARGS", BESIDE_OTHERS if torch.cuda.is_available() else "")
+)
+"""For vLLM. On a GPU Triton's attention takes every dtype; without graphs vLLM starts twice as fast. There it is told
+how much memory to take because several tests share the GPU: what others take or give back while it starts would make it
+give up."""
 SERVERS = {
     "direct": ("", "OFFBEAT_VLLM_PYTHON"),
     "vllm": ("OFFBEAT_VLLM_URL", "OFFBEAT_VLLM_PYTHON"),
@@ -79,7 +89,13 @@ def started(name: str, model: Path) -> Iterator[str]:
 
 @contextmanager
 def own_server(
-    name: str, python: str, model: Path, log: Path | None = None, *, lora_rank: int = 0
+    name: str,
+    python: str,
+    model: Path,
+    log: Path | None = None,
+    *,
+    lora_rank: int = 0,
+    arguments: Sequence[str] = (),
 ) -> Iterator[tuple[str, EngineServer]]:
     """A server that runs until this ends, as a worker starts it; by the name "vllm", as a user would (engine.url)."""
     engine = "vllm" if name == "direct" else name
@@ -89,8 +105,8 @@ def own_server(
             "rollout": {"engine": engine, "slots": NUM_SLOTS, "max_prompt_tokens": 1024, "max_new_tokens": 1024},
             "engine": {
                 "python": python,
-                "memory_share": 0.2,
-                "arguments": os.environ.get("OFFBEAT_ENGINE_ARGS", "").split(),
+                "memory_share": 0.05,
+                "arguments": [*ENGINE_ARGUMENTS, *arguments],
             },
         }
     )

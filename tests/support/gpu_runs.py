@@ -5,24 +5,17 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import os
-import shlex
 import signal
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from engine_servers import ENGINE_ARGUMENTS
+
 from benchmarks.common.supervised import Supervised, rows, until
 from offbeat.engines.vllm.direct import MODULE
 from offbeat.ledger.ledger import Ledger
 
-ENGINE_ARGUMENTS = shlex.split(
-    os.environ.get(
-        "OFFBEAT_ENGINE_ARGS", "--attention-backend TRITON_ATTN --enforce-eager --kv-cache-memory-bytes 2000000000"
-    )
-)
-"""For vLLM's server. Triton's attention takes every dtype; without graphs a server starts twice as fast. It is told how
-much memory to take because several runs share the GPU here: what others take or give back while it starts would make it
-give up."""
 ENGINE_PYTHON = os.environ.get("OFFBEAT_VLLM_PYTHON")
 """The interpreter that has vLLM, where it is not the one that runs the tests."""
 HAS_VLLM = ENGINE_PYTHON is not None or importlib.util.find_spec("vllm") is not None

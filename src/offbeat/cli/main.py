@@ -90,6 +90,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.filename is None:
             _discard_output()
         return _fail(trouble, on_bad_disk)
+    except RuntimeError as error:
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(error, torch.OutOfMemoryError):
+            raise
+        what = str(error).split(". GPU")[0]
+        return _fail(f"{what}; end other programs on this GPU (nvidia-smi lists them), or lower rollout.slots", 1)
 
 
 def _discard_output() -> None:

@@ -61,6 +61,6 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
             *(invitation, overrides, site),
             shares_disk=shares_disk,
             engine_log=arguments.engine_log,
-            beside_trainer=is_supervised,
+            beside_trainer=folder.parents[1] if is_supervised else None,  # it is in the run's folder `workers`
         )
         return exit_status(f"worker {name}", asyncio.run(working))

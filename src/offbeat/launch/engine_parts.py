@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from offbeat.config.schema import SERVED, Config
 from offbeat.errors import UserError
-from offbeat.launch.gpu_memory import server_share
+from offbeat.launch.gpu_memory import LOCK, server_share
 from offbeat.model.loading import resolve
 
 if TYPE_CHECKING:
@@ -84,14 +84,17 @@ class OwnEngine:
 
 
 def engines_of(
-    config: Config, name: str, folder: Path, log: Path | None = None, *, beside_trainer: bool = False
+    config: Config, name: str, folder: Path, log: Path | None = None, *, beside_trainer: Path | None = None
 ) -> Engines:
     """Returns the opener of engines for worker `name`. The output of an engine's server goes to file `log`; None: to a
-    file in `folder`, the worker's folder. `beside_trainer`: the server shares its GPU with the trainer."""
+    file in `folder`, the worker's folder. `beside_trainer` is the run's folder if the server shares its GPU with the
+    trainer, else None."""
     if config.rollout.engine in SERVED:
         from offbeat.engines.process.lifecycle import ServerEngines
 
-        return ServerEngines(config, name, folder, log, partial(server_share, config) if beside_trainer else None)
+        if beside_trainer is None:
+            return ServerEngines(config, name, folder, log)
+        return ServerEngines(config, name, folder, log, partial(server_share, config), beside_trainer / LOCK)
     return OwnEngine(config, name)
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 from offbeat.config import Config
 from offbeat.config.schema import ALONE_SHARE, SERVED
 from offbeat.config.summary import BYTES_PER_PARAMETER
@@ -16,6 +21,23 @@ LEAST_BYTES = 2_500_000_000
 
 OUTSIDE_BYTES = 2_000_000_000
 """Memory that trainer and server take besides tensors: CUDA's own for each process, and CUDA graphs."""
+LOCK = "gpu.lock"
+"""File in a run's folder, locked by whoever takes memory of the GPU that trainer and servers share (`taking_turns`)."""
+
+
+@contextmanager
+def taking_turns(lock: Path | None) -> Iterator[None]:
+    """Waits for the lock on the file `lock` and holds it; does nothing if `lock` is None.
+
+    At its start vLLM takes the memory of its share that is left when the model has run once, as it finds by asking the
+    GPU before and after. What the trainer takes meanwhile would be missing, and what it frees would be taken twice.
+    """
+    if lock is None:
+        yield
+        return
+    with lock.open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
 
 
 def server_share(config: Config, total_bytes: int) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 
 from offbeat.client.connection import Connection
 from offbeat.client.http_client import RemoteTrainer
+from offbeat.launch.gpu_memory import LOCK, taking_turns
 from offbeat.launch.joining import Invitation, joined, report_run_over
 from offbeat.launch.stopping import Stopping, interruptible
 from offbeat.observability.metrics import EVENT, step_row
@@ -35,7 +36,12 @@ async def train(
     async with AsyncExitStack() as stack:
         member = await stack.enter_async_context(joined(invitation, overrides))
         config, folder = member.config, invitation.folder
-        with interruptible():
+        events: list[dict[str, Any]] = []
+
+        def event(kind: str, **fields: Any) -> None:
+            events.append({EVENT: kind, **fields})
+
+        with interruptible(), taking_turns(run and run / LOCK):
             from offbeat.launch import model_parts
             from offbeat.trainer.checkpoint import Checkpoints
             from offbeat.trainer.trainer import StepReport, Trainer
@@ -43,12 +49,13 @@ async def train(
             model_parts.prepare_torch(config)
             policy, reference = model_parts.make_policy(config)
             adapter = model_parts.make_adapter(config, policy)
+            size = model_parts.make_microbatch_size(config, policy, folder, event)
         weights = model_parts.make_publisher(
             config, (run or folder) / "weights", folder / KEY, adapter, is_away=run is None
         )
         own = None if config.weights.store else weights.store  # a shared store needs no uploads
         signer = "" if weights.key is None else weights.key.public
-        client = _Client(member.connection, shares_disk=run is not None, store=own, signer=signer)
+        client = _Client(member.connection, events, shares_disk=run is not None, store=own, signer=signer)
         trace = Trace(folder / "trainer-trace.json")
         stack.callback(trace.close)
         num_siblings = config.batch.siblings
@@ -58,9 +65,6 @@ async def train(
             await client.report(step_row(report, trace.spans_since_last(), num_siblings))
             trace.flush()
 
-        def event(kind: str, **fields: Any) -> None:
-            client.events.append({EVENT: kind, **fields})
-
         trainer = Trainer(
             client,
             policy,
@@ -68,7 +72,7 @@ async def train(
             Checkpoints(folder / "checkpoints", config.checkpoint.keep, adapter),
             model_parts.trainer_settings(config),
             reference=reference,
-            size=model_parts.make_microbatch_size(config, policy, folder, event),
+            size=size,
             span=trace.span,
             event=event,
             on_step=on_step,
@@ -87,9 +91,17 @@ class _Client(RemoteTrainer):
     """Client that sends pending events before it reports a checkpoint, because the coordinator may end after the last
     checkpoint."""
 
-    def __init__(self, connection: Connection, *, shares_disk: bool, store: PieceStore | None, signer: str):
+    def __init__(
+        self,
+        connection: Connection,
+        events: list[dict[str, Any]],
+        *,
+        shares_disk: bool,
+        store: PieceStore | None,
+        signer: str,
+    ):
         super().__init__(connection, shares_disk=shares_disk, store=store, signer=signer)
-        self.events: list[dict[str, Any]] = []
+        self.events = events
         self._sending = asyncio.Lock()
 
     async def send_events(self) -> None:

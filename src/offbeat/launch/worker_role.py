@@ -158,13 +158,13 @@ async def work(
     *,
     shares_disk: bool = True,
     engine_log: Path | None = None,
-    beside_trainer: bool = False,
+    beside_trainer: Path | None = None,
 ) -> str | None:
     """Joins a run and works until it is over; returns the reason if it was stopped earlier, else None.
 
     Weight files of a trusted coordinator on this machine are read in place, unless `shares_disk` is False. The output
-    of an engine's server goes to file `engine_log`; None: to a file in the worker's folder. `beside_trainer`: the
-    server shares its GPU with the trainer.
+    of an engine's server goes to file `engine_log`; None: to a file in the worker's folder. `beside_trainer` is the
+    run's folder if the server shares its GPU with the trainer, else None.
     """
     async with AsyncExitStack() as stack:
         member = await stack.enter_async_context(joined(invitation, overrides))

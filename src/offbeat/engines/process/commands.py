@@ -157,14 +157,21 @@ def uses_ipc(config: Config, machine: EngineMachine, *, sees_gpu: bool) -> bool:
     return wanted != "path" and obstacle is None
 
 
-def command(config: Config, machine: EngineMachine, listen: Sequence[str], *, ipc: bool = False) -> list[str]:
+def command(
+    config: Config,
+    machine: EngineMachine,
+    listen: Sequence[str],
+    *,
+    ipc: bool = False,
+    memory_lock: Path | None = None,
+) -> list[str]:
     """Returns the command line of the engine's process. `listen` holds the options that say where it listens; with
-    `ipc`, vLLM is started to take weights through GPU memory."""
-    words = _vllm(config, machine, ipc) if config.rollout.engine == "vllm" else _sglang(config, machine)
+    `ipc`, vLLM is started to take weights through GPU memory, and it locks the file `memory_lock` while it starts."""
+    words = _vllm(config, machine, ipc, memory_lock) if config.rollout.engine == "vllm" else _sglang(config, machine)
     return [machine.python, *words, *config.engine.arguments, *listen]
 
 
-def _vllm(config: Config, machine: EngineMachine, ipc: bool) -> list[str]:
+def _vllm(config: Config, machine: EngineMachine, ipc: bool, memory_lock: Path | None) -> list[str]:
     words = {
         "--model": str(resolve(config.model.path)),
         "--worker-extension-cls": EXTENSION,
@@ -179,6 +186,8 @@ def _vllm(config: Config, machine: EngineMachine, ipc: bool) -> list[str]:
     }
     if machine.num_gpus:
         words["--gpu-memory-utilization"] = f"{machine.memory_share:g}"
+        if memory_lock is not None:
+            words["--memory-lock"] = str(memory_lock.absolute())
     if ipc:
         words["--weight-transfer-config"] = json.dumps({"backend": "ipc"})
     words.update(_lora(config, machine))

@@ -47,12 +47,14 @@ class ServerEngines:
         folder: Path,
         log: Path | None = None,
         share_of: Callable[[int], float] | None = None,
+        memory_lock: Path | None = None,
     ):
         """`name` is the worker's name, and `folder` belongs to this worker alone. The server's output goes to `log`;
         None: to a file in `folder`. `share_of` takes the bytes of a GPU's memory and returns the share that the server
-        may take."""
+        may take. vLLM locks the file `memory_lock` while it takes its memory."""
         self.config, self.name, self.url = config, name, config.engine.url or ""
         self._folder, self._log_file, self._share_of = folder, log or folder / LOG, share_of
+        self._memory_lock = memory_lock
         self._server: EngineServer | None = None
         self._uses_ipc = config.engine.weights == "ipc"
         self._restarts = Restarts(time.monotonic)
@@ -133,7 +135,7 @@ class ServerEngines:
         self._uses_ipc = commands.uses_ipc(config, machine, sees_gpu=machine.num_gpus > 0 and _sees_gpu())
         return EngineServer(
             config.rollout.engine,
-            partial(commands.command, config, machine, ipc=self._uses_ipc),
+            partial(commands.command, config, machine, ipc=self._uses_ipc, memory_lock=self._memory_lock),
             commands.suited(config, environment, machine),
             new_endpoint=partial(new_endpoint, config.rollout.engine),
             log=self._log_file,

@@ -9,12 +9,14 @@ An exception in a step ends the process, with its traceback in the log; the work
 
 from __future__ import annotations
 
+import fcntl
 import selectors
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from offbeat_frames import Abort, Answer, Ask, Frames, Generate, Part, Parts, frame, to_engine
@@ -301,13 +303,23 @@ class Process:
             self.core.remove_lora(adapter.lora_int_id)
 
 
+@contextmanager
+def locked(path: str) -> Iterator[None]:
+    """Waits for the lock on a file, and holds it; the trainer on the same GPU does the same."""
+    with open(path, "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def main() -> None:
     parser = FlexibleArgumentParser(prog="offbeat_vllm_process")
     parser.add_argument("--socket", required=True, help="path of the socket to listen at")
+    parser.add_argument("--memory-lock", help="file to lock while the engine takes its memory")
     options = EngineArgs.add_cli_args(parser).parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     config = EngineArgs.from_cli_args(options).create_engine_config(UsageContext.LLM_CLASS)
-    core = EngineCore(config, Executor.get_class(config), log_stats=False)
+    with locked(options.memory_lock) if options.memory_lock else nullcontext():
+        core = EngineCore(config, Executor.get_class(config), log_stats=False)
     try:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(options.socket)
