@@ -23,6 +23,9 @@ SMOKE ?=
 GPU_PYTHON ?=
 JOBS ?= $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count() * 3 // 2, 8))')
 
+# Tests start hundreds of processes; where this is set, each of them would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
