@@ -41,6 +41,7 @@ def test_each_change_is_one_of_its_kind_and_compiles():
     ), "errors and crash points are spared"
 
 
+@pytest.mark.full
 def test_a_seed_draws_the_same_changes_of_all_packages_and_each_has_tests_nearby():
     drawn = draw(1, 40)
     assert drawn == draw(1, 40) != draw(2, 40)

@@ -284,6 +284,7 @@ def test_ctrl_c_while_torch_is_imported_ends_a_run_at_once_and_leaves_its_name_f
     assert not run.exists()
 
 
+@pytest.mark.full
 def test_an_export_that_cannot_be_is_told(offbeat):
     run, taken = offbeat.folder / "run", offbeat.folder / "taken"
     taken.mkdir()
@@ -298,6 +299,7 @@ def test_an_export_that_cannot_be_is_told(offbeat):
     assert [file.name for file in taken.iterdir()] == ["thesis.tex"]
 
 
+@pytest.mark.full
 def test_a_damaged_ledger_does_not_hold_and_what_is_none_is_told(offbeat):
     assert offbeat.fails("ledger", "verify", ".") == ". holds no ledger; give the folder of a run, such as runs/NAME"
     file = offbeat.folder / "ledger.sqlite"

@@ -106,6 +106,7 @@ def test_this_machine_can_run_the_demo_and_the_doctor_does_not_import_torch_itse
     assert os.listdir() == []
 
 
+@pytest.mark.full
 def test_a_torch_that_crashes_is_a_line_and_takes_nothing_along(torch):
     torch("crashing")
     said = told()
@@ -157,6 +158,7 @@ def test_a_terminal_gets_colours(torch):
     assert b"ImportError: no torch today\033[0m" in shown
 
 
+@pytest.mark.full
 def test_engines_are_found_in_another_python_without_being_imported(torch, tmp_path):
     torch("missing")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "e")], check=True, timeout=WITHIN_S)
@@ -273,6 +275,7 @@ class Vllm:
             thread.join()
 
 
+@pytest.mark.full
 def test_a_server_is_asked_what_it_is(torch):
     torch("missing")
     vllm = Vllm()

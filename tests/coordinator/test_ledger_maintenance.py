@@ -5,6 +5,8 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from offbeat.coordinator.maintenance import LedgerMaintenance, MaintenanceSettings
 from offbeat.errors import UserError
 
@@ -56,6 +58,7 @@ def test_a_copy_that_cannot_be_made_is_told_and_ends_nothing():
     assert after_checkpoint(MaintenanceSettings(backup="nowhere://"))[1] == ["backup_failed"]
 
 
+@pytest.mark.full
 def test_a_run_with_both_ends_with_a_pruned_ledger_and_a_copy_that_can_be_opened(tmp_path: Path):
     from offbeat import train
     from offbeat.ledger.ledger import Ledger as RealLedger

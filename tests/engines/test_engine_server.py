@@ -119,6 +119,7 @@ async def test_a_program_that_is_not_there_is_told_as_such(tmp_path):
     await server.stop()
 
 
+@pytest.mark.full
 @in_a_loop
 async def test_one_that_never_answers_is_given_up_and_gone(tmp_path):
     server = server_in(tmp_path, "--deaf", "--child", start_within_s=3.0)
@@ -169,6 +170,7 @@ async def test_killing_the_guard_leaves_no_server_behind(tmp_path):
     await server.stop()
 
 
+@pytest.mark.full
 @in_a_loop
 async def test_the_next_server_of_a_worker_waits_until_the_one_before_is_gone(tmp_path):
     first, second = server_in(tmp_path), server_in(tmp_path)

@@ -4,6 +4,7 @@ import asyncio
 import random
 import time
 
+import pytest
 from http_swarm import GROUP_SIZE, GROUPS_PER_STEP, serving, until
 
 NUM_STEPS = 5
@@ -39,6 +40,7 @@ def test_a_wall_clock_that_jumps_by_years_loses_no_lease_and_ends_none_early(tmp
     asyncio.run(asyncio.wait_for(scenario(), 120))
 
 
+@pytest.mark.full
 def test_a_wall_clock_that_jumps_by_years_keeps_no_lease_of_a_worker_that_vanished(tmp_path):
     clock = JumpingClock(seed=3)
 

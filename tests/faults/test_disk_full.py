@@ -81,6 +81,7 @@ def train(folder: Path, *words: str, max_file_bytes: int | None = None, **enviro
     return done.returncode, done.stderr
 
 
+@pytest.mark.full
 def test_a_full_disk_costs_the_new_checkpoint_and_nothing_else(disk):
     folder, is_mounted = disk
     run = folder / "runs" / "a"

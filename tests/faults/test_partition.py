@@ -19,6 +19,7 @@ def never_twice(swarm) -> None:
     assert swarm.ask("SELECT task FROM trajectories GROUP BY task HAVING COUNT(*) > 1") == []
 
 
+@pytest.mark.full
 def test_a_worker_cut_off_for_longer_than_its_leases_is_refused_what_others_did_meanwhile(tmp_path):
     lease_s = 0.5
 

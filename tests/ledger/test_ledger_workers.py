@@ -222,6 +222,7 @@ def _race(path: Path, token: str, number: int, start, answers) -> None:
             answers.put(None)
 
 
+@pytest.mark.full
 def test_a_token_that_processes_race_for_makes_exactly_one_worker(ledger, tmp_path):
     token = ledger.issue_token(Role.ROLLOUT, MINUTES)
     context = multiprocessing.get_context("spawn")

@@ -277,6 +277,7 @@ def test_a_class_of_one_node_is_planned_and_its_second_node_is_left_unknown():
     assert any(line.startswith("one more node of a100: unknown") for line in what_would_help(LAB, SEVEN, found))
 
 
+@pytest.mark.full
 def test_the_mix_is_never_dearer_than_a_class_that_it_contains():
     points = mixed(HEX, SEVEN)
     assert all(one.price_per_h > other.price_per_h for one, other in itertools.pairwise(points))

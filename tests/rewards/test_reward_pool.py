@@ -200,6 +200,7 @@ def test_async_rewards_hang_raise_crash_and_block_one_by_one(tmp_path):
     assert results[5].error.startswith("crash")
 
 
+@pytest.mark.full
 def test_an_async_reward_that_blocks_its_loop_is_found(tmp_path):
     results = score(tmp_path, "value 1", "hang", "wait 0.01", reward=f"{FILE}:obey_async")
     assert [result.value for result in results] == [1, None, 1]

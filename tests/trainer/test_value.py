@@ -23,6 +23,7 @@ def constant_rewards():
     return [replace(s, reward=0.7) for s in made]
 
 
+@pytest.mark.full
 def test_it_learns_a_constant_reward():
     policy, samples = RecordingPolicy(has_value_head=True), constant_rewards()
     batch = pack(samples, range(len(samples)), policy.device)

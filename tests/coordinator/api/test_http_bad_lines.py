@@ -30,6 +30,7 @@ FAULTS = ("damaged", "lost", "strange")
 @pytest.fixture(autouse=True)
 def soon_again(monkeypatch):
     monkeypatch.setattr(connection, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(connection, "TLS_WITHIN_S", 0.2)
 
 
 @asynccontextmanager
@@ -74,6 +75,7 @@ def test_an_answer_that_is_harmed_on_its_way_is_sent_again_and_nobody_is_blamed(
     assert run.ledger.execute(query, (task.id,)).fetchone() == (1, 0)
 
 
+@pytest.mark.full
 def test_calls_of_every_kind_survive_a_line_with_all_faults_at_once(tmp_path):
     line = Line(damaged=0.15, lost=0.15, strange=0.15, twice=0.2)
     with LiveRun(tmp_path / "run", batch={"groups_per_step": 1, "group_size": 4}) as run:

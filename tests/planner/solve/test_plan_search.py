@@ -148,6 +148,7 @@ def test_a_node_more_or_a_lower_price_never_hurts(seed):
     assert rate_of(replace(problem, offers=lower), gap=EXACT, budget=40.0) >= before
 
 
+@pytest.mark.full
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 10_000))
 def test_other_names_give_the_same_answer(seed):
