@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
@@ -52,9 +53,14 @@ RUN_BY_ENGINE_TESTS = (ROOT / "tests" / "contracts" / "test_vllm_runs.py").read_
 
 
 def train_small(*arguments: Any, **overrides: Any) -> offbeat.Run:
-    """What Python on the pages gets as `offbeat.train`: the same, small, and without a download."""
-    model = {"model": "offbeat-tiny"} if "/" in overrides.get("model", "") else {}
-    return TRAIN(*arguments, **{**overrides, **SMALL, **model})
+    """What Python on the pages gets as `offbeat.train`: the same, small, and without a download; a resume adds a step."""
+    small = dict(SMALL)
+    if "/" in overrides.get("model", ""):
+        small["model"] = "offbeat-tiny"
+    if run := overrides.get("resume"):
+        rows = (Path(run) / "metrics.jsonl").read_text().splitlines()
+        small["run.steps"] = 1 + max(json.loads(row)["step"] for row in rows)
+    return TRAIN(*arguments, **{**overrides, **small})
 
 
 def last_command_of_make(target: str) -> list[str]:
