@@ -53,7 +53,7 @@ RUN_BY_ENGINE_TESTS = (ROOT / "tests" / "contracts" / "test_vllm_runs.py").read_
 
 
 def train_small(*arguments: Any, **overrides: Any) -> offbeat.Run:
-    """What Python on the pages gets as `offbeat.train`: the same, small, and without a download; a resume adds a step."""
+    """What Python on the pages gets as `offbeat.train`: the same, small, without a download; a resume adds a step."""
     small = dict(SMALL)
     if "/" in overrides.get("model", ""):
         small["model"] = "offbeat-tiny"
