@@ -137,8 +137,8 @@ def _best_placed(placer: Placer, first: Result, solve: Solve, throughput: float 
     if not kept:
         most = placer.problem.demand.tokens / min(each.placing.tau_s for each in found)
         raise UserError(
-            f"no plan reaches {throughput:,.0f} tokens/s: with the links between their nodes, the plans found reach at "
-            f"most {most:,.0f}; ask for that or less"
+            f"no plan reaches {throughput:,.0f} tokens/s: over the links between the chosen nodes, the plans found "
+            f"reach {most:,.0f} at most; ask for that or less"
         )
     return min(kept, key=lambda each: each.price_per_h)
 

@@ -173,7 +173,7 @@ def _check(where: str, name: str, value: Any, is_positive: bool) -> None:
     else:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         is_right = is_number and (value > 0 if is_positive else value >= 0) and value < MOST
-        wanted = "a number above 0" if is_positive else "a number of 0 or more"
+        wanted = "a finite number above 0" if is_positive else "a finite number, 0 or more"
     if not is_right:
         raise UserError(f"{where}: {name} is {value!r}; it must be {wanted}")
 
@@ -318,7 +318,9 @@ def _fit_train(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
     smaller = [one for one in rows if size(one) < largest]
     if not smaller:
         why = "measure two or more sizes or numbers of tokens, so that one can be held out"
-        raise UserError(f"train on {card.name}: all gangs have the same size and the same number of tokens; {why}")
+        raise UserError(
+            f"train on {card.name}: all measured gangs have the same size and the same number of tokens; {why}"
+        )
     folds = [(smaller, [one for one in rows if size(one) == largest])]
     (slope,) = _solve(rows, terms).weights
     share = _below_peak(_share(slope, "training_share", card), "train", card)

@@ -198,10 +198,10 @@ def _check(key: Pair, link: Link, classes: Mapping[str, MachineClass], kind: str
     slow = min(buses, key=buses.__getitem__)
     if gb_s > buses[slow]:
         what = f"a node of {slow} sends {buses[slow]:g} GB/s at most ({classes[slow].per_node} x host_gb_s)"
-        raise UserError(f"{say}: {what}; is it in Gbit/s? then write {gb_s / 8:g}")
+        raise UserError(f"{say}: {what}; if the rate is in Gbit/s, write {gb_s / 8:g}")
     if kind == "zones" and gb_s > MOST_BETWEEN_ZONES_GB_S:
         most = f"allowed {MOST_BETWEEN_ZONES_GB_S:g} or less between zones"
-        raise UserError(f"{say}: {most}; is it in Gbit/s? then write {gb_s / 8:g}")
+        raise UserError(f"{say}: {most}; if the rate is in Gbit/s, write {gb_s / 8:g}")
 
 
 FIGURES: dict[str, tuple[str, float]] = {

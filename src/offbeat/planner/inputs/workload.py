@@ -179,7 +179,7 @@ def from_samples(lengths: Sequence[int], quantile: float = QUANTILE, cap: float 
     """Statistics of observed lengths, cut to `cap`. The quantile `tail` is one of these lengths, not an interpolated
     value."""
     if not len(lengths):
-        raise UserError("there are no lengths to take statistics of; a run has some once it has trained a step")
+        raise UserError("there are no lengths for statistics; give a run that has trained at least one step")
     tokens = np.minimum(np.array(lengths, float), cap)
     tail = float(np.quantile(tokens, quantile, method="inverted_cdf"))
     longest = float(tokens.max()) if math.isinf(cap) else cap

@@ -126,7 +126,7 @@ def load_workload(path: pathlib.Path | str, read_run: RunReader | None = None) -
     file, origin = load_as(path, WorkloadFile, _refusal)
     algorithm, rules, reward = file.algorithm, file.rules, file.reward
     if rules.colocate and rules.max_staleness:
-        where, remedy = origin.before(("rules", "colocate")), "set max_staleness = 0, or leave colocate out"
+        where, remedy = origin.before(("rules", "colocate")), "set rules.max_staleness = 0, or leave colocate out"
         raise UserError(f"{where}rules.colocate = true: works only if generation waits for training; {remedy}")
     tables = {"prompt": file.prompt, "answer": file.answer}
     runs = {name: table.run for name, table in tables.items() if table.run is not None}

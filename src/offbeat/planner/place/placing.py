@@ -62,7 +62,7 @@ def _in_order(members: Members, training: Counts, rollout: Counts) -> dict[str, 
     side_of: dict[str, str] = {}
     for offer, names in members.items():
         first, then = training.get(offer, 0), rollout.get(offer, 0)
-        assert first + then <= len(names), f"bug: {first} + {then} of {len(names)} nodes of {offer} are in use"
+        assert first + then <= len(names), f"bug: {first} nodes of {offer} train, {then} generate, {len(names)} exist"
         side_of |= dict(zip(names, ["train"] * first + ["roll"] * then + ["idle"] * len(names), strict=False))
     return side_of
 

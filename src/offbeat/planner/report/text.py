@@ -46,7 +46,7 @@ def format_plan(
     if remarks:
         parts.append("\n".join(remarks))
     if gains:
-        parts.append("\n".join(["What would it bring:", *(f"  {line}" for line in gains)]))
+        parts.append("\n".join(["What each change would bring:", *(f"  {line}" for line in gains)]))
     parts.append("\n".join(_facts(plan)))
     if in_full:
         stages = [f"  training stage {i}: {_cards(stage)}" for i, stage in enumerate(plan.training.stages)]
@@ -125,7 +125,7 @@ def _facts(plan: Plan) -> list[str]:
         lowest = f"no plan{within} has a step below {step.tau_lo_s:,.4g} s"
     else:
         lowest = f"no plan of this throughput costs less than {step.price_lo_per_h or 0.0:,.2f} $/h"
-    word = f"; for {len(proof.by_solver)} of the gangs only the solver's word proves it" if proof.by_solver else ""
+    word = f"; for {len(proof.by_solver)} of the gangs, this rests on the solver alone" if proof.by_solver else ""
     error = f"not fitted, so rates (≈) may be wrong by a factor of about {UNFITTED_ERROR:g}"
     if proof.held_out_error is not None:
         error = f"off by {proof.held_out_error:.1%} on held-out measurements"

@@ -42,7 +42,7 @@ def check(
     ]
     counts = [*solution.replicas.values(), *solution.nodes.values()]
     if unknown or any(type(count) is not int or count < 0 for count in counts):
-        return unknown or ["counts: numbers of replicas and nodes must be whole numbers, 0 or more"]
+        return unknown or ["counts: the plan's numbers of replicas and nodes must be whole numbers, 0 or more"]
     gang, tau = gangs[solution.gang], Fraction(solution.tau_s)
     used = [(columns[name], count) for name, count in solution.replicas.items() if count]
     broken = [
@@ -60,11 +60,11 @@ def check(
 def _gang_row(problem: PlanningProblem, gang: Gang, tau: Fraction) -> list[str]:
     demand, broken = problem.demand, []
     if Fraction(gang.period_s) > tau:
-        broken.append(f"gang: {gang.name} takes {gang.period_s:g} s, more than the period of {float(tau):g} s")
+        broken.append(f"gang: {gang.name} takes {gang.period_s:g} s a step, more than the period of {float(tau):g} s")
     if demand.reward_rate is not None and demand.trajectories > Fraction(demand.reward_rate) * tau:
         rate = f"{demand.reward_rate:g} trajectories/s"
-        wanted = f"score {demand.trajectories} in a period of {float(tau):g} s"
-        broken.append(f"reward: {rate} are too few to {wanted}")
+        wanted = f"{demand.trajectories} trajectories in a period of {float(tau):g} s"
+        broken.append(f"reward: the reward pool scores {rate}, too few for {wanted}")
     return broken
 
 
@@ -90,7 +90,8 @@ def _tokens(problem: PlanningProblem, gang: Gang, tau: Fraction, column: Rollout
 def _token_row(problem: PlanningProblem, gang: Gang, tau: Fraction, used: Used) -> list[str]:
     total = sum((_tokens(problem, gang, tau, column) * count for column, count in used), Fraction(0))
     wanted = Fraction(problem.demand.tokens)
-    return [] if total >= wanted else [f"tokens: {float(total):g} per period, but {float(wanted):g} are needed"]
+    says = f"tokens: the replicas generate {float(total):g} per period, but {float(wanted):g} are needed"
+    return [] if total >= wanted else [says]
 
 
 def _hardware_rows(problem: PlanningProblem, gang: Gang, solution: Solution, used: Used) -> list[str]:
@@ -108,7 +109,7 @@ def _hardware_rows(problem: PlanningProblem, gang: Gang, solution: Solution, use
             ]
             if not _fits(sorted(sizes, reverse=True), [offer.per_node] * num):
                 nodes = f"{num} nodes of {name}{' that train' if is_home else ''}"
-                broken.append(f"hardware: replicas with {sum(sizes)} accelerators do not fit on {nodes}")
+                broken.append(f"hardware: replicas with {sum(sizes)} accelerators in all do not fit on {nodes}")
     return broken
 
 
@@ -142,7 +143,10 @@ def _in_flight_row(problem: PlanningProblem, used: Used) -> list[str]:
     waiting = Fraction(demand.queue) if demand.bound else Fraction(0)
     if under_way + waiting <= cap:
         return []
-    return [f"in flight: {under_way} trajectories and {float(waiting):g} queued, but only {float(cap):g} are allowed"]
+    return [
+        f"in flight: {under_way} trajectories, and {float(waiting):g} wait for training, but only {float(cap):g} are "
+        "allowed in all"
+    ]
 
 
 def _age_rows(problem: PlanningProblem, gang: Gang, tau: Fraction, used: Used) -> list[str]:
@@ -177,13 +181,15 @@ def _certificate_rows(problem: PlanningProblem, solution: Solution, certificate:
     broken = []
     found = hashlib.sha256(json.dumps({**asdict(problem), **OLD}, sort_keys=True).encode()).hexdigest()
     if found != certificate.columns_sha256:
-        broken.append("certificate: it is for another problem; were the cluster, workload or constants changed?")
+        broken.append(
+            "certificate: it is for another problem; if the cluster, workload or constants were changed, plan again"
+        )
     if certificate.tau_lo_s > solution.tau_s:
         claims = f"it claims that no period is below {certificate.tau_lo_s:g} s"
         broken.append(f"certificate: {claims}, but the plan's is {solution.tau_s:g} s")
     if certificate.price_cap is None and solution.tau_s > certificate.tau_lo_s * (1 + certificate.gap) * (1 + 1e-9):
         period = f"the plan's period of {solution.tau_s:g} s"
-        broken.append(f"certificate: {period} is above the bound of {certificate.tau_lo_s:g} s by more than the gap")
+        broken.append(f"certificate: {period} is above the bound of {certificate.tau_lo_s:g} s by more than its gap")
     left = unproven(problem, certificate) - {*certificate.by_solver}
     return broken + [f"certificate: its proof does not rule out a better plan with gang {name}" for name in left]
 

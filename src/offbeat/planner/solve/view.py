@@ -425,7 +425,7 @@ def restore(view: View, counts: ColumnCounts, tau_s: float) -> Solution:
                     shape = view.columns[j][member].name
                     placed[shape] = placed.get(shape, 0) + int(count)
             start = end
-        assert left == 0, f"bug: the plan uses {left} nodes of {names} more than are on offer"
+        assert left == 0, f"bug: the plan uses {left} more nodes of {names} than are on offer"
     return Solution(tau_s, gang.name, placed, rented)
 
 
@@ -442,8 +442,8 @@ def _check(problem: PlanningProblem) -> None:
             if large % small:
                 all_sizes = ", ".join(map(str, [*sizes, offer.per_node]))
                 raise ValueError(
-                    f"class {name}: a replica could be split between nodes, because {small} accelerators do not divide "
-                    f"{large}; of the sizes of its replicas and nodes ({all_sizes}), each has to divide the next"
+                    f"class {name}: {small} does not divide {large}, so a replica could be split between nodes; of the "
+                    f"accelerators of its replicas and of a node ({all_sizes}), each number must divide the next"
                 )
 
 

@@ -102,7 +102,9 @@ class PacedEngine:
 
     async def load(self, version: Version) -> None:
         if not self.settings.splits_by_version and self._paced.num_requests:
-            raise EngineError(f"engine {self.worker}: cannot load version {version.number} while requests run")
+            raise EngineError(
+                f"engine {self.worker}: cannot load version {version.number} while requests run; abort them first"
+            )
         key = object()
         await self._ask(Load(version.number, key), key)
         self.seconds_still += self.settings.load_s
