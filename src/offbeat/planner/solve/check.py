@@ -90,8 +90,11 @@ def _tokens(problem: PlanningProblem, gang: Gang, tau: Fraction, column: Rollout
 def _token_row(problem: PlanningProblem, gang: Gang, tau: Fraction, used: Used) -> list[str]:
     total = sum((_tokens(problem, gang, tau, column) * count for column, count in used), Fraction(0))
     wanted = Fraction(problem.demand.tokens)
-    says = f"tokens: the replicas generate {float(total):g} per period, but {float(wanted):g} are needed"
-    return [] if total >= wanted else [says]
+    return (
+        []
+        if total >= wanted
+        else [f"tokens: the replicas generate {float(total):g} per period, but {float(wanted):g} are needed"]
+    )
 
 
 def _hardware_rows(problem: PlanningProblem, gang: Gang, solution: Solution, used: Used) -> list[str]:
@@ -189,7 +192,7 @@ def _certificate_rows(problem: PlanningProblem, solution: Solution, certificate:
         broken.append(f"certificate: {claims}, but the plan's is {solution.tau_s:g} s")
     if certificate.price_cap is None and solution.tau_s > certificate.tau_lo_s * (1 + certificate.gap) * (1 + 1e-9):
         period = f"the plan's period of {solution.tau_s:g} s"
-        broken.append(f"certificate: {period} is above the bound of {certificate.tau_lo_s:g} s by more than its gap")
+        broken.append(f"certificate: {period} is above the bound of {certificate.tau_lo_s:g} s by more than the gap")
     left = unproven(problem, certificate) - {*certificate.by_solver}
     return broken + [f"certificate: its proof does not rule out a better plan with gang {name}" for name in left]
 
