@@ -113,7 +113,7 @@ class Staleness:
 
 @dataclass(frozen=True)
 class Placement:
-    """Step time and lags before and after nodes are chosen, and the plan's gap. Before, the best links are assumed."""
+    """Assumed step time and lags (over the best links), lags on the chosen nodes, and the plan's gap."""
 
     assumed_step_s: float
     """Seconds of the gang's step over the best links. On the chosen nodes it takes `training.step_s`."""

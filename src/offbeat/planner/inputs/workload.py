@@ -96,8 +96,8 @@ class Workload:
     waste_share: float = 0.0
     """Share of generated tokens that are not trained on, because their groups are dropped or not needed."""
     headroom: float = 0.1
-    """Share by which generation should exceed the tokens that training needs, if that costs nothing. It keeps the
-    trainer from waiting if the cost model is slightly wrong."""
+    """Share by which generation should exceed the tokens that training needs, if that costs neither speed nor money.
+    This surplus keeps the trainer from waiting if the cost model is slightly wrong."""
     delta_density: float = 1.0
     """Bytes of a weight update divided by the bytes of all trained weights."""
     reward: RewardMachines | None = None

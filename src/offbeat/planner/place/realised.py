@@ -33,7 +33,8 @@ BISECTIONS = 40
 def step_s(
     fabric: NodeFabric, best: Inventory, stages: Stages, gang: Gang, workload: Workload, constants: Constants
 ) -> float:
-    """Seconds of a gang's step over the links between the cards in `stages`; `best`: inventory with the best links."""
+    """Seconds of a gang's step over the links between the cards in `stages`, but at least `gang.step_s`. `best` is the
+    inventory with the best links."""
     links = dict(best.links)
     for pair, rate in _slowest(fabric, stages).items():
         links[pair] = replace(links[pair], bytes_per_s=min(rate, links[pair].bytes_per_s))
@@ -106,12 +107,12 @@ def slowed(
 
 
 def enough_s(problem: PlanningProblem, placed: PlanningProblem, solution: Solution) -> float:
-    """A period (seconds per step) long enough for a solution of `problem` to meet all constraints of `placed`. `placed`
-    is `problem` with a longer training step or longer lags.
+    """Returns a period (seconds per step) long enough for a solution of `problem` to meet all constraints of `placed`.
+    `placed` is `problem` with a longer training step or longer lags.
 
-    With a staleness bound above 0 it is the shortest such period. It follows from the gang's own period and the age
-    window (the time that a long answer may take). With bound 0 it is the old period plus the increase of the gang's
-    period and the largest increase of a lag."""
+    With a staleness bound above 0, the result is the shortest such period. It follows from the gang's own period and
+    the age window (the time that a long answer may take). With bound 0, the result is `solution.tau_s` plus the
+    increase of the gang's period and the largest increase of a lag."""
     demand, tau_s, gang = placed.demand, solution.tau_s, placed.gang(solution)
     period_s, root = gang.period_s, gang.root
     slower = {column.name: column for column in placed.rollout if solution.replicas.get(column.name)}

@@ -65,7 +65,8 @@ def alone(inventory: Inventory, name: str, money_per_h: float) -> Inventory:
 
 
 def split_by_class(inventory: Inventory, workload: Workload, constants: Constants | None = None) -> Point | None:
-    """Price and throughput of the plan that AReaL-Hex (arXiv 2511.00796) evidently ran; None if none is possible.
+    """Returns price and throughput of the plan that AReaL-Hex (arXiv 2511.00796) evidently ran; None if there is no
+    such plan.
 
     The class of nodes with the most FLOPS per accelerator trains, all others generate, and every node is rented. At
     each new version, generation waits while `COPIES` copies of the weights cross the link. Replica shapes and

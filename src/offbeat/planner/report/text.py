@@ -188,8 +188,8 @@ def remarks_on(inventory: Inventory, workload: Workload, plan: Plan, constants: 
 
 
 def _almost_as_fast(plan: Plan, problem: PlanningProblem) -> str:
-    """Sentence about a much cheaper plan whose throughput differs by less than the error of the cost model; empty if
-    none was found. The price and throughput are those before nodes are chosen."""
+    """Returns a sentence about a much cheaper plan whose throughput differs by less than the error of the cost model;
+    empty if none was found. Price and throughput of the cheaper plan are those before nodes are chosen."""
     step, error = plan.step, plan.certificate.held_out_error
     factor = UNFITTED_ERROR if error is None else 1 + error
     best = None

@@ -229,16 +229,16 @@ _Place = tuple[str, bool]
 """Name of a class of nodes, and True for its nodes that train (home) or False for nodes rented for rollout."""
 _Worths = dict[_Place, Fraction]
 _Ladders = dict[_Place, tuple[list[Fraction], list[Fraction]]]
-"""For each place, two lists. The first holds the times in which columns (replica shapes) finish a long answer,
-ascending. The second holds, for each of these times, the highest worth of an accelerator in any column at least as
-quick."""
+"""For each place, two lists. The first holds the seconds that columns (replica shapes) need for a long answer,
+ascending. The second holds, for each of these times, the highest worth of an accelerator among all columns that need no
+longer."""
 
 
 def _ladders(problem: PlanningProblem, gang: Gang, tau: Fraction, nu: Fraction, lam: Fraction) -> _Ladders:
     """Returns the highest worth of an accelerator of each place, by the time allowed for a long answer. `nu` is the
-    price of a token, `lam` the price of a trajectory in flight. With staleness bound 0, columns are left out if with
-    this gang their long answers end too late or their cards have too little memory. With a larger bound, the result is
-    the same for all gangs with the same publishing class."""
+    price of a token, `lam` the price of a trajectory in flight. With staleness bound 0, a column is left out if with
+    this gang its long answers end too late or its cards have too little memory. With a larger bound, the result is the
+    same for all gangs with the same publishing class."""
     values: dict[_Place, list[tuple[Fraction, Fraction]]] = {}
     for column in problem.rollout:
         needed = Fraction(0)
@@ -257,8 +257,8 @@ def _ladders(problem: PlanningProblem, gang: Gang, tau: Fraction, nu: Fraction, 
 
 
 def _worths(problem: PlanningProblem, gang: Gang, tau: Fraction, ladders: _Ladders) -> _Worths:
-    """Returns the highest worth of an accelerator of each place (node class, and whether its nodes train). Only replica
-    shapes that finish a long answer in time with this gang count."""
+    """Returns the highest worth of an accelerator of each place (a class of nodes, and whether they train). Only
+    replica shapes that finish a long answer in time with this gang count."""
     demand = problem.demand
     left = (demand.bound + 1 - Fraction(demand.age_guard)) * tau - Fraction(gang.period_s)
     best = {(name, is_home): Fraction(0) for name in problem.offers for is_home in (False, True)}

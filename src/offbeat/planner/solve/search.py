@@ -41,8 +41,8 @@ SHARES = (1.0, 0.5, 0.25)
 NEARLY = 0.8
 """A plan that has this share of the wanted headroom (surplus over the demand for tokens) counts as having all of it."""
 HAIR = 1e-12
-"""Relative difference between periods that is too small to matter to users. It lifts a bound just above a period that
-was ruled out."""
+"""Relative difference between periods that is too small to matter to users. A lower bound is raised by this share above
+a period that was ruled out."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Search:
     """Relative distance between a plan and the lower bound at which the plan is good enough."""
     solver: Solver
     pool: list[Multipliers] = field(default_factory=list)
-    """Dual prices found so far, from which `certify` takes the proof."""
+    """Dual prices found so far. `certify` takes from them those that prove the bound."""
     last: dict[int, Multipliers] = field(default_factory=dict)
     """Dual prices of each gang's latest linear relaxation."""
 

@@ -153,8 +153,8 @@ def efficient_gangs(
 
 
 def _lost(columns: Sequence[RolloutColumn], sources: set[Source], relays: frozenset[str]) -> dict[Source, Floats]:
-    """Returns, for each source of versions, the delays in seconds by which sources are compared. These are the blocking
-    times of columns, if they differ between sources, and then all distinct lags."""
+    """Returns, for each source of versions, an array of delays in seconds, by which sources are compared. It holds the
+    blocking times of those columns for which they differ between publishing classes, then all distinct lags."""
     order, roots = list(sources), sorted({root for root, _ in sources})
     blocking = np.array([[one.blocking_s[root] for one in columns] for root in roots]).reshape(len(roots), -1)
     blocking = blocking[:, (blocking != blocking[:1]).any(axis=0)]
@@ -169,7 +169,8 @@ def _lost(columns: Sequence[RolloutColumn], sources: set[Source], relays: frozen
 
 
 ROUNDING = 1e-12
-"""Relative amount added to shortest periods, so that exact arithmetic agrees that a column's answers are in time."""
+"""Share added to shortest periods against rounding, so that exact arithmetic agrees that a column's answers are in
+time."""
 
 
 @dataclass(frozen=True)
@@ -179,24 +180,26 @@ class Windows:
 
     late_s: Floats
     """Array of (1 + relays) x sources x columns: seconds from publication (with bound 0, from the start of training) to
-    the end of a long answer, first without a relay, then through each relaying class. Infinite if a gang leaves a
-    column too little memory."""
+    the end of a long answer. In the first row only the gang's own classes relay versions; in each further row one more
+    class does too. Infinite if a gang leaves a column too little memory."""
     source: Ints
     """Index of each gang's source in `late_s`."""
     trained_s: Floats
-    """Seconds of training of each gang, which are added to `late_s`."""
+    """Seconds of a training step of each gang, which are added to `late_s`; 0 where `late_s` includes them."""
     num_periods: float = 1.0
-    """Number of periods in which a long answer must end, training and transfer of the version included."""
+    """Number of periods within which a version must be trained and transferred and a long answer must end."""
     stretch: float = 1.0
     """Factor on the shortest periods; above 1, long answers must end earlier."""
 
     @cached_property
     def opens_s(self) -> Floats:
-        """Array of gangs x columns: shortest periods in which long answers are in time, if the best class relays."""
+        """Array of gangs x columns: shortest periods in which long answers are in time, if the best class relays
+        versions."""
         return self._periods(self.late_s.min(axis=0)[self.source], self.trained_s)
 
     def ways_s(self, gangs: Ints) -> Floats:
-        """Array of (1 + relays) x gangs x columns: same as `opens_s`, but without a relay, then with each relay."""
+        """Array of (1 + relays) x gangs x columns: shortest periods in which long answers are in time. In the first row
+        only the gang's own classes relay versions; in each further row one more class does too."""
         return self._periods(self.late_s[:, self.source[gangs]], self.trained_s[gangs])
 
     def _periods(self, late_s: Floats, trained_s: Floats) -> Floats:
@@ -230,9 +233,10 @@ def windows(
 
 
 def _taking_turns(gangs: Sequence[Gang], columns: Sequence[RolloutColumn], late_s: Floats | float) -> Windows:
-    """Returns, for staleness bound 0, the seconds until a long answer ends (`late_s`) for each gang and column.
-    Training and generation take turns then, and a gang (cards that train together) keeps its training state meanwhile.
-    Where this leaves a replica of the column too little memory, the entry is infinite, which rules the pair out."""
+    """Returns the `Windows` for staleness bound 0, with `late_s` as the seconds until a long answer ends, for each gang
+    and column. Training and generation take turns then, and a gang (cards that train together) keeps its training state
+    in memory while its cards generate. Where this leaves a replica of the column too little memory, the entry is
+    infinite, which rules the pair out."""
     room = np.array([np.inf if column.room_bytes is None else column.room_bytes for column in columns])
     offers = sorted({column.offer for column in columns})
     kept = np.array([[gang.kept_bytes.get(name, 0.0) for name in offers] for gang in gangs], dtype=float)
@@ -352,8 +356,8 @@ class View:
 
 
 def view_of(problem: PlanningProblem) -> View:
-    """Builds the view of a problem. Raises ValueError if names repeat, or if the sizes of replicas and nodes do not
-    divide one another."""
+    """Builds the view of a problem. Raises ValueError if two columns or two gangs have the same name. Also raises it if
+    a replica could be split between nodes: of the sizes of replicas and nodes of a class, each must divide the next."""
     _check(problem)
     roots = sorted({gang.root for gang in problem.gangs})
     rented = {name: efficient(_columns_of(problem, name), roots) for name in problem.offers}
