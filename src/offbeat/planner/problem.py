@@ -152,6 +152,7 @@ class Solution:
     """Seconds from one training step to the next (the period)."""
     gang: str
     replicas: Mapping[str, int]
-    """Number of replicas by rollout column; columns without replicas are left out."""
+    """Number of replicas by rollout column (replica shape); columns without replicas are left out."""
     nodes: Mapping[str, int]
-    """Nodes rented for rollout by offer, in addition to the gang's; offers without such nodes are left out."""
+    """Number of nodes rented for rollout, besides the gang's, by offer (class of nodes); offers without such nodes are
+    left out."""

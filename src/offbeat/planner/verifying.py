@@ -25,7 +25,7 @@ ROUNDING = 1e-6
 
 
 def verify(saved: Plan, inventory: Inventory, workload: Workload, constants: Constants | None = None) -> list[str]:
-    """Checks a saved plan against its inputs: returns one line per violation, or an empty list if the plan is valid.
+    """Checks a saved plan against its inputs. Returns one line per violation; the list is empty if the plan is valid.
     `constants` are those of the cost model (None: the defaults)."""
     constants = constants or Constants()
     problem = problem_of(inventory, workload, constants)
@@ -50,7 +50,8 @@ def verify(saved: Plan, inventory: Inventory, workload: Workload, constants: Con
 
 
 def differences(saved: object, again: object, path: str = "") -> Iterator[str]:
-    """Yields a line for each field that differs, with both values; `path` is the dotted name of the values compared."""
+    """Yields a line for each field in which `saved` and `again` differ, with both values; `path` is the dotted name of
+    `saved` in the plan."""
     if saved == again:
         return
     if is_dataclass(saved) and type(saved) is type(again):

@@ -65,7 +65,8 @@ def prefill_s(flop: float, card: Accelerator, figures: Efficiencies, tp: int) ->
 
 
 def prompt_s(workload: Workload, card: Accelerator, figures: Efficiencies, tp: int) -> float:
-    """Prefill time of a prompt divided by its number of answers, because it is prefilled once for all of them."""
+    """Prefill time of a prompt, divided by the number of its answers, because the prompt is prefilled once for all of
+    them."""
     flop = prefill_flop(workload.model, workload.prompt.mean, workload.prompt.mean_square)
     return prefill_s(flop, card, figures, tp) / workload.group_size
 

@@ -16,7 +16,7 @@ from offbeat.planner.problem import Gang
 
 @dataclass(frozen=True)
 class Group:
-    """Neighbouring cards of one node: `size` cards, of which the first has the number `first`."""
+    """Neighbouring cards of one node: `size` cards, numbered from `first` on."""
 
     node: str
     first: int

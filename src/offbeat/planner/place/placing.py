@@ -156,7 +156,8 @@ class Placing:
 
 @dataclass(frozen=True)
 class Placer:
-    """Chooses concrete nodes for solutions of `problem`, whose times assume the best links of the inventory."""
+    """Chooses concrete nodes for solutions of `problem`. The times in `problem` assume the best links of the
+    inventory."""
 
     inventory: Inventory
     workload: Workload

@@ -2,8 +2,8 @@
 
 Times are computed as for the columns (candidate gangs and replica shapes), but over the links in use. Gradients go
 around a ring at the rate of its slowest link. Activations go from each stage to the next. A class has a version when
-its last node has it. Guarantee: no time is shorter than its column assumed, so bounds proven for the columns hold for
-placed plans.
+its last node has it. Guarantee: no time is shorter than the one in the column, so bounds proven for the columns hold
+for placed plans.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from offbeat.planner.problem import Gang, PlanningProblem, RolloutColumn, Soluti
 from offbeat.planner.solve.certificate import OLD, Certificate
 
 Used = list[tuple[RolloutColumn, int]]
-"""Columns of a plan, each with its number of replicas."""
+"""Columns (replica shapes) of a plan, each with its number of replicas."""
 
 
 def check(
@@ -230,8 +230,8 @@ _Place = tuple[str, bool]
 _Worths = dict[_Place, Fraction]
 _Ladders = dict[_Place, tuple[list[Fraction], list[Fraction]]]
 """For each place, two lists. The first holds the seconds that columns (replica shapes) need for a long answer,
-ascending. The second holds, for each of these times, the highest worth of an accelerator among all columns that need no
-longer."""
+ascending. The second holds, for each of these times, the highest worth of an accelerator among the columns that need at
+most this time."""
 
 
 def _ladders(problem: PlanningProblem, gang: Gang, tau: Fraction, nu: Fraction, lam: Fraction) -> _Ladders:

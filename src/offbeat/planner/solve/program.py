@@ -180,8 +180,8 @@ def solve(
 ) -> SolverOutcome:
     """Returns the best plan by `aim` at this period, with one of `gangs` and for at most `budget` (millionths of $/h,
     including the reward pool; None: any price). `solver` runs once or twice, each time until the relative `gap` is
-    reached or `within_s` seconds have passed. `among` restricts plans to these columns (None: all), which is much
-    faster; status and bound then hold only for such plans."""
+    reached or `within_s` seconds have passed. `among` restricts plans to these columns (replica shapes; None: all),
+    which is much faster; status and bound then hold only for such plans."""
     gangs = [s for s in gangs if view.period[s] <= tau_s]
     if not gangs or (builder := _Builder(view, tau_s, gangs, aim, budget, among)).is_empty:
         return SolverOutcome(Status.INFEASIBLE)

@@ -28,8 +28,8 @@ TRIES = 3
 """Number of times that the integer program of one gang is tried if it runs out of time. Each try has a period nearer to
 the gang's lower bound."""
 GUESSES = (0.5, 8.0, 64.0)
-"""Periods at which a gang is tried with its likely columns only, before it is tried with all columns. Each is given as
-its distance above the gang's lower bound, in multiples of the gap."""
+"""Periods at which a gang is tried with its likely columns (replica shapes) only, before it is tried with all columns.
+Each is given as its distance above the gang's lower bound, in multiples of the gap."""
 TIGHT = 1e-5
 """Relative tolerance of linear relaxations: raising a bound by a smaller share counts as no improvement."""
 FRESH_ENOUGH = 0.01
@@ -61,8 +61,8 @@ class Search:
     def try_gang(
         self, tau_s: float, gang: int, aim: Aim, budget: int | None, guide: Multipliers | None = None
     ) -> SolverOutcome:
-        """Solves the integer program of one gang. With `guide`, only the columns that these dual prices make likely are
-        used."""
+        """Solves the integer program of one training gang. With `guide`, uses only the columns (replica shapes) that
+        these dual prices make likely."""
         # The program's gap adds to the gap between bound and plan. Nothing is proven about trajectories in flight.
         gap, within_s = (FRESH_ENOUGH, FRESH_WITHIN_S) if aim is Aim.IN_FLIGHT else (self.gap / 4, WITHIN_S)
         among = None if guide is None else bounds.likely(self.view, tau_s, guide, gang)
@@ -70,8 +70,8 @@ class Search:
 
 
 def far_s(view: View) -> float:
-    """Returns a period, in seconds, so long that one replica of any column can generate all tokens of a step. A gang
-    without a plan at this period has no plan at all."""
+    """Returns a period, in seconds, so long that one replica of any column (replica shape) can generate all tokens of a
+    step. A training gang without a plan at this period has no plan at all."""
     if not len(view.gangs) or not len(view.columns):
         return 1.0
     alone = view.blocking + view.demand_tokens / view.rate
@@ -204,8 +204,8 @@ def roomy_counts(
     search: Search, tau_s: float, cap: int, plans: Sequence[ColumnCounts], headroom: float
 ) -> tuple[Search, ColumnCounts] | None:
     """Looks for the cheapest plan with spare capacity at the period `tau_s`. Such a plan generates 1 + `headroom` times
-    the demanded tokens, and leaves long answers that much more time. Only the gangs (cards that train together) of
-    `plans` are tried. Returns a search with the raised demand, and the plan.
+    the demanded tokens, and long answers have more time by the same factor. Only the gangs (cards that train together)
+    of `plans` are tried. Returns a search with the raised demand, and the plan.
 
     If no such plan costs at most `cap` (millionths of $/h), smaller shares of `headroom` are tried, then all shares for
     tokens only, without more time for long answers. If these fail too, the plan of `plans` that has the most spare

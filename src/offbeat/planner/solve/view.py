@@ -185,7 +185,8 @@ class Windows:
     source: Ints
     """Index of each gang's source in `late_s`."""
     trained_s: Floats
-    """Seconds of a training step of each gang, which are added to `late_s`; 0 where `late_s` includes them."""
+    """Seconds of a training step of each gang, which are added to `late_s`; 0 if `late_s` includes them (staleness
+    bound 0) or there is no age window."""
     num_periods: float = 1.0
     """Number of periods within which a version must be trained and transferred and a long answer must end."""
     stretch: float = 1.0
@@ -253,16 +254,17 @@ def micros(price: float) -> int:
 
 @dataclass(frozen=True)
 class ColumnCounts:
-    """A plan as indices into the gangs and columns of a view."""
+    """A plan as the index of its gang and the number of replicas of each column (replica shape) of a view."""
 
     gang: int
     replicas: tuple[int, ...]
-    """Number of replicas of each column."""
+    """Number of replicas of each column, in the order of `View.columns`."""
 
 
 @dataclass(frozen=True)
 class View:
-    """A planning problem as arrays over merged classes, rollout columns and gangs."""
+    """A planning problem as arrays over merged classes of nodes, rollout columns (replica shapes) and training
+    gangs."""
 
     problem: PlanningProblem
     offers: tuple[tuple[str, ...], ...]
