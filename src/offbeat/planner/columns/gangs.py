@@ -130,7 +130,7 @@ MIXED_GROWTH = 2.0
 
 @dataclass(frozen=True)
 class GangPart:
-    """One of the two classes of nodes in a mixed gang (a gang of two classes), with what the cost model needs."""
+    """One of the two classes of nodes in a mixed gang (a gang of two classes), with its data for the cost model."""
 
     machines: MachineClass
     figures: Efficiencies

@@ -48,8 +48,9 @@ def home_columns(
     inventory: Inventory, workload: Workload, constants: Constants, training: Sequence[Gang]
 ) -> tuple[RolloutColumn, ...]:
     """Returns the replica shapes (columns) on nodes of a training gang, where training and generation take turns. Only
-    shapes that fit on the cards beside the training state of at least one gang are returned. That state stays on a card
-    while it generates; the engine's weights leave the card while it trains and are loaded again afterwards."""
+    shapes that fit on the cards beside the training state of at least one gang are returned. The training state stays
+    on a card while the card generates. The engine's weights leave the card while it trains and are loaded again
+    afterwards."""
     roots = sorted({gang.root for gang in training})
     found = []
     for name, machines in inventory.classes.items():

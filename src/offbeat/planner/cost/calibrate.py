@@ -385,8 +385,9 @@ def _held_out(
 def _check_kv_share(share: float, least: float, card: Accelerator) -> None:
     if not least <= share <= MAX_KV_SHARE:
         raise UserError(
-            f"decode on {card.name}: keys and values were read at {share:.2f} times the memory's bandwidth, not "
-            f"{least:g} to {MAX_KV_SHARE:g} times; check that --model is right and that no answers were preempted"
+            f"decode on {card.name}: keys and values were read at {share:.2f} times the memory's bandwidth "
+            f"(accepted: {least:g} to {MAX_KV_SHARE:g} times); check that --model is right and that no "
+            "answers were preempted"
         )
 
 

@@ -83,8 +83,8 @@ def slowed(
     problem: PlanningProblem, gang: Gang, step_s: float, lags_s: Mapping[str, float], by: float = ROUNDING
 ) -> PlanningProblem:
     """Returns the problem with longer times: `step_s` for the gang's training step, and `lags_s` (by class) until a
-    class has a version that the gang publishes. A time is replaced only if it grows by more than the share `by`. If
-    none does, the same object is returned."""
+    class has a version that the gang publishes. A time is replaced only if it grows by more than the share `by`. If no
+    time is replaced, the same object is returned."""
     relays = {*gang.nodes, *lags_s} if problem.demand.bound else ()
 
     def is_worse(column: RolloutColumn) -> bool:

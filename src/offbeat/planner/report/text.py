@@ -183,7 +183,7 @@ def remarks_on(inventory: Inventory, workload: Workload, plan: Plan, constants: 
     ]
     if listed:
         what = f"from the catalogue, in $/h per card: {', '.join(listed)}"
-        remarks.append(f"Prices: {what}; set price in [classes.NAME] to count what you pay.")
+        remarks.append(f"Prices: {what}; set price in [classes.NAME] to count your own price.")
     return remarks
 
 

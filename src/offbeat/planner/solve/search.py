@@ -158,9 +158,9 @@ def _improve(search: Search, gang: int, cap: int | None, low_s: float, tau_s: fl
 def cheapest_counts(
     search: Search, tau_s: float, cap: int | None, best: ColumnCounts | None
 ) -> tuple[ColumnCounts | None, float]:
-    """Returns the cheapest plan at this period for at most `cap` (None: any price), and a lower bound on the price; the
-    bound is infinite if it is proven that there is no plan. Prices are in millionths of $/h. `best` is a plan already
-    known, if any."""
+    """Returns the cheapest plan at this period for at most `cap` (None: any price), and a lower bound on the price. The
+    bound is infinite if it is proven that there is no plan. Prices are in millionths of $/h. `best` is a plan that was
+    found earlier, if any."""
     view = search.view
     fast = np.flatnonzero(view.period <= tau_s)
     least = np.full(len(view.gangs), np.inf)
@@ -256,7 +256,7 @@ def _roomy_counts(roomy: Search, tau_s: float, cap: int, gang: int) -> ColumnCou
 
 def freshest_counts(search: Search, tau_s: float, counts: ColumnCounts) -> ColumnCounts:
     """Returns a plan with the gang of `counts`, at no higher price, with the fewest trajectories in flight. Returns
-    `counts` itself if no plan with fewer is found in time."""
+    `counts` itself if no plan with fewer trajectories is found in time."""
     view, price = search.view, search.view.price(counts)
     relaxed = bounds.least_in_flight(view, tau_s, counts.gang, price)
     guides = (None,) if relaxed is None else (relaxed[1], None)

@@ -51,7 +51,8 @@ class Lags:
     """One lag per column, by publishing and relaying class; infinite if the relay does not help the column."""
 
     def of(self, root: str, over: Iterable[str] = ()) -> Floats:
-        """Seconds until each column has a version of class `root`, directly or relayed by the best class of `over`."""
+        """Seconds until each column has a version that the class `root` publishes, directly or relayed by the best
+        class of `over`."""
         ways_s = [self.over_s[root, name] for name in over if (root, name) in self.over_s]
         return np.minimum.reduce([self.direct_s[root], *ways_s])
 
@@ -268,7 +269,8 @@ class View:
 
     problem: PlanningProblem
     offers: tuple[tuple[str, ...], ...]
-    """Names of the offers in each merged class; home classes, which are not merged, come last."""
+    """Names of the offers (classes of nodes) in each merged class, which unites equal classes. Home classes (nodes that
+    train and also run replicas) are not merged and come last."""
     is_home: NDArray[np.bool_]
     columns: tuple[tuple[RolloutColumn, ...], ...]
     """For each column, the equal replica shapes on all offers of its merged class."""
@@ -291,7 +293,8 @@ class View:
     relays: Ints
     """Indices of the merged classes that may relay versions."""
     gang_nodes: Ints
-    """Array of gangs x classes: nodes that a gang takes; negative for home classes, whose nodes the gang brings."""
+    """Array of gangs x classes: number of nodes that a gang takes; negative for home classes (nodes that train and also
+    run replicas), because the gang brings these nodes."""
     gang_price: Ints
     """Price of each gang's nodes, in millionths of $/h."""
     period: Floats
