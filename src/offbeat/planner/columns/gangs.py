@@ -229,8 +229,8 @@ def replicated(parts: Parts, link: Link, workload: Workload) -> Iterator[Gang]:
 
 
 def _mixed_gang(parts: Parts, how: str, step_s: float, workload: Workload, **shape: object) -> Gang:
-    """Builds a gang of two classes; `how` (pp or dp) says in its name how they are joined. The class with more cards
-    publishes the weights, because it has more links."""
+    """Builds a gang of two classes. Its name contains `how` (pp or dp), the way in which the classes are joined. The
+    class with more cards publishes the weights, because it has more links."""
     root = max(parts, key=lambda part: part[0].machines.per_node * part[1])[0].machines
     label = " + ".join(f"{part.machines.name} x{nodes}" for part, nodes in parts)
     return Gang(

@@ -25,8 +25,8 @@ ROWS_GROWTH = 2**0.5
 """Ratio between neighbouring numbers of answers in flight that are tried. The token rates of two neighbours differ by
 at most this factor."""
 FEW_CLASSES = 4
-"""Largest number of node classes for which twice as many numbers of answers in flight are tried, because there is time
-for it."""
+"""Largest number of node classes for which twice as many numbers of answers in flight are tried. With more classes,
+that would take too long."""
 
 
 def rollout_columns(

@@ -256,7 +256,7 @@ EXAMPLE = 'classes.h100 = {accelerator = "h100-sxm", nodes = 2, per_node = 8} an
 
 
 def _refusal(data: Mapping[str, Any]) -> str:
-    """Returns why a file cannot describe a cluster; "" if it can."""
+    """Returns why a file with the content `data` cannot describe a cluster; "" if it can."""
     if "model" in data and "classes" not in data:
         return "describes a workload; give the cluster's file first, as in offbeat plan CLUSTER.toml WORKLOAD.toml"
     return f"classes is missing; name your machines, for example {EXAMPLE}" if set(data) <= {"links"} else ""

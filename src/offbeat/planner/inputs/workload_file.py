@@ -114,7 +114,7 @@ EXAMPLE = (
 
 
 def _refusal(data: Mapping[str, Any]) -> str:
-    """Returns why a file cannot describe a workload; "" if it can."""
+    """Returns why a file with the content `data` cannot describe a workload; "" if it can."""
     if "classes" in data and "model" not in data:
         return "describes a cluster; give the workload's file second, as in offbeat plan CLUSTER.toml WORKLOAD.toml"
     return "" if data else f"is empty; describe the workload, for example {EXAMPLE}"

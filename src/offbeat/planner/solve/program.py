@@ -55,9 +55,8 @@ def holds(view: View, counts: ColumnCounts, tau_s: float, budget: int | None = N
 
 
 def shortest_s(view: View, counts: ColumnCounts, tau_s: float) -> float:
-    """Returns the shortest period in seconds at which the plan `counts` meets all constraints. It must meet them at
-    `tau_s`, which is returned if no shorter period passes `holds`. The period is computed in closed form and rounded
-    up."""
+    """Returns the shortest period in seconds at which the plan `counts` meets all constraints, computed in closed form
+    and rounded up. The plan must meet them at `tau_s`, and `tau_s` is returned if no shorter period passes `holds`."""
     s, used = counts.gang, np.flatnonzero(counts.replicas)
     opening_s = view.opening_s(counts)
     opens_s = max(float(view.period[s]), *(float(opening_s[j]) for j in used))

@@ -37,9 +37,9 @@ FRESH_ENOUGH = 0.01
 WITHIN_S, FRESH_WITHIN_S = 5.0, 1.0
 """Time limits in seconds: of an integer program, and of one that only lowers the number of trajectories in flight."""
 SHARES = (1.0, 0.5, 0.25)
-"""Shares of the wanted headroom (surplus over the demand for tokens) that are tried, in this order."""
+"""Shares of `Demand.headroom` (surplus over the demand for tokens) that are tried, in this order."""
 NEARLY = 0.8
-"""A plan that has this share of the wanted headroom (surplus over the demand for tokens) counts as having all of it."""
+"""A plan with at least this share of a headroom (surplus over the demand for tokens) counts as having all of it."""
 HAIR = 1e-12
 """Relative difference between periods that is too small to matter to users. A lower bound is raised by this share above
 a period that was ruled out."""

@@ -281,7 +281,7 @@ class View:
     num_nodes: Ints
     node_price: Ints
     group: Ints
-    """Index of each column's merged class; columns are sorted by it."""
+    """Index of each column's merged class; columns are sorted by this index."""
     accelerators: Ints
     concurrency: Ints
     rate: Floats
