@@ -54,8 +54,8 @@ def homogeneous(
 
 def alone(inventory: Inventory, name: str, money_per_h: float) -> Inventory:
     """Returns an inventory with the node class `name` alone, and as many of its nodes as `money_per_h` buys, at least
-    one node. Keeps their number if nodes cost nothing, or if the inventory has no link between two nodes of the
-    class."""
+    one node. The number of nodes does not change if they cost nothing, or if the inventory has no link between two
+    nodes of the class."""
     machines = inventory.classes[name]
     link = inventory.links.get(frozenset((name,)))
     if machines.node_price_per_h and link is not None:

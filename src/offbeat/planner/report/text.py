@@ -33,8 +33,8 @@ UNFITTED_ERROR = 1.5
 SMALLER_BUDGETS = (0.9, 0.7)
 """Budgets that are tried for a cheaper plan, relative to the plan's price."""
 WORTH = 2.0
-"""A cheaper plan is shown only if the share of the price that it saves is at least this many times the share of the
-throughput that it loses."""
+"""Least ratio of gain to loss of a cheaper plan that is shown: share of the price saved / share of the throughput
+lost."""
 
 
 def format_plan(

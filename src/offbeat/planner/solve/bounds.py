@@ -1,9 +1,9 @@
 """Lower bounds on the period or the price of every plan by weak duality, for all training gangs at once.
 
-Multipliers (dual prices) put a price on demand (nu per token), on the in-flight cap (lam per trajectory) and on money
-(mu per millionth of a $/h). A replica is then worth nu * its tokens - lam * its trajectories in flight. A node is worth
-at most its accelerators times the best worth per accelerator of any column (replica shape), less mu * its price. A plan
-with a given gang and a price of at most P exists only if
+Multipliers (dual prices) put a price on demand (nu per token), on the cap on trajectories in flight (lam per
+trajectory) and on money (mu per millionth of a $/h). A replica is then worth nu * its tokens - lam * its trajectories
+in flight. A node is worth at most its accelerators times the best worth per accelerator of any column (replica shape),
+less mu * its price. A plan with a given gang and a price of at most P exists only if
 
     nu * demand <= lam * in-flight cap + mu * (P - price of gang and reward pool)
                    + sum over classes of free nodes * max(0, worth of a node).

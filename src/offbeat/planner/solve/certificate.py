@@ -33,7 +33,7 @@ class Certificate:
     period."""
     prices: tuple[Multipliers, ...]
     by_solver: tuple[str, ...]
-    """Names of gangs that only the solver ruled out; no dual prices prove it."""
+    """Names of gangs that only the solver ruled out, without a proof by dual prices."""
     columns_sha256: str
     """`digest` of the planning problem for which this is proven."""
     solver: str
