@@ -33,8 +33,7 @@ UNFITTED_ERROR = 1.5
 SMALLER_BUDGETS = (0.9, 0.7)
 """Budgets that are tried for a cheaper plan, relative to the plan's price."""
 WORTH = 2.0
-"""Least ratio of gain to loss of a cheaper plan that is shown: share of the price saved / share of the throughput
-lost."""
+"""A cheaper plan is shown only if (share of the price saved) / (share of the throughput lost) is at least this."""
 
 
 def format_plan(
