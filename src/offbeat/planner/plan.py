@@ -113,7 +113,7 @@ class Staleness:
 
 @dataclass(frozen=True)
 class Placement:
-    """Effect of choosing nodes: times assumed before (over the best links), lags over the chosen links, and the gap."""
+    """Assumed step time and lags (over the best links), lags on the chosen nodes, and the plan's gap."""
 
     assumed_step_s: float
     """Seconds of the gang's step over the best links. On the chosen nodes it takes `training.step_s`."""
@@ -123,7 +123,7 @@ class Placement:
     lags_s: Mapping[str, float]
     """Same as `assumed_lags_s`, but over the chosen links if these are slower."""
     gap: float | None
-    """(placed period - lower bound) / lower bound; None if the user asked for a throughput."""
+    """(period on the chosen nodes - lower bound) / lower bound; None if the user asked for a throughput."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Plan:
     rent: Mapping[str, int]
     """Number of nodes by class, for training and rollout together."""
     limit: str
-    """The constraint that limits the plan, as a clause."""
+    """The constraint that limits the plan, as a clause such as "the reward pool limits it"."""
     step: PlanStep
     training: Training
     rollout: tuple[Pool, ...]

@@ -51,14 +51,14 @@ Solve = Callable[[PlanningProblem], Result]
 
 
 def rounds(placer: Placer, first: Result, solve: Solve, by: float = TOLERANCE) -> list[Round]:
-    """Chooses nodes for the solution `first`. As long as the chosen nodes are slower than assumed, solves the problem
-    again with their times. Returns all solutions, each with its nodes.
+    """Chooses nodes for the solution of `first`. As long as the chosen nodes are slower than assumed, solves the
+    problem again with their times. Returns all solutions, each with its nodes.
 
-    Columns (candidate gangs and replica shapes) assume the best links. If the chosen nodes lengthen the period by more
-    than the share `by`, the next round assumes their step time and their lags (times until a class has a new version).
-    If links were measured, it also assumes, for every gang with a shorter period than these nodes have, the step time
-    on the best nodes for that gang. Times only grow from round to round, so the lower bound of the first round always
-    holds."""
+    At first, columns (candidate gangs and replica shapes) assume the best links. If the chosen nodes lengthen the
+    period by more than the share `by`, the next round assumes their step time and their lags (times until a class has a
+    new version). If links were measured, the next round also changes every gang whose assumed period is shorter than
+    the period on the chosen nodes: it gets its step time on the best nodes for it. Times only grow from round to round,
+    so the lower bound of the first round always holds."""
     problem, result, found = placer.problem, first, list[Round]()
     while result.solution is not None:
         placing = placer.place(result.solution)
@@ -74,7 +74,8 @@ def rounds(placer: Placer, first: Result, solve: Solve, by: float = TOLERANCE) -
 
 def _rivals_slowed(placer: Placer, problem: PlanningProblem, tau_s: float, by: float) -> PlanningProblem:
     """Returns the problem with longer steps for all gangs whose assumed period is below `tau_s`: each gets its step
-    time on the best nodes for it. Without this, each round would try a similar gang that needs the same slow links."""
+    time on the best nodes for it. Otherwise each round would try a similar gang that needs the same slow links. Changes
+    nothing if no links were measured."""
     if not placer.inventory.measured:
         return problem
     for gang in problem.gangs:
@@ -128,8 +129,8 @@ def plan(
 
 
 def _best_placed(placer: Placer, first: Result, solve: Solve, throughput: float | None) -> Round:
-    """Returns the fastest round (a solution with its nodes). If the user asked for a throughput, returns the cheapest
-    round whose nodes are as fast as its solution assumed."""
+    """Returns the fastest of the `rounds` (solutions with their nodes). If the user asked for a throughput, returns the
+    cheapest round whose nodes are as fast as its solution assumed; raises a `UserError` if there is none."""
     if throughput is None:
         return fastest_round(rounds(placer, first, solve))
     found = rounds(placer, first, solve, ROUNDING)
@@ -137,8 +138,8 @@ def _best_placed(placer: Placer, first: Result, solve: Solve, throughput: float 
     if not kept:
         most = placer.problem.demand.tokens / min(each.placing.tau_s for each in found)
         raise UserError(
-            f"no plan reaches {throughput:,.0f} tokens/s: with the links between their nodes, the plans found reach at "
-            f"most {most:,.0f}; ask for that or less"
+            f"no plan reaches {throughput:,.0f} tokens/s: over the links between the chosen nodes, the plans found "
+            f"reach {most:,.0f} at most; ask for that or less"
         )
     return min(kept, key=lambda each: each.price_per_h)
 
@@ -169,7 +170,8 @@ def compose(
     throughput: float | None,
     note: str,
 ) -> Plan:
-    """Builds the plan of a solution whose nodes are chosen (`placing`): prices, cards and expected staleness."""
+    """Builds the plan of `solution` on the nodes chosen in `placing`, and computes prices, cards and expected
+    staleness."""
     problem, tree = placing.problem, placing.tree
     gang = problem.gang(solution)
     solution = dataclasses.replace(solution, tau_s=placing.tau_s)
@@ -300,8 +302,8 @@ def _assumptions(inventory: Inventory, workload: Workload, constants: Constants)
 
 
 def _sharing(problem: PlanningProblem, gang: Gang, solution: Solution) -> list[str]:
-    """Returns one line of text for each class whose cards take turns between training and generation: the training
-    state that stays on them, and the time to load the engine's weights again."""
+    """Returns one line of text for each class whose cards take turns between training and generation. The line gives
+    the training state that stays on the cards, and the time to load the engine's weights again."""
     own = [column for column in problem.rollout if column.is_home and column.name in solution.replicas]
     lines = []
     for offer in {column.offer: None for column in own}:

@@ -37,19 +37,20 @@ class RolloutColumn:
     token_s: float
     """Seconds between two tokens of one trajectory."""
     blocking_s: Mapping[str, float]
-    """Seconds of generation lost at each new version, by the class that publishes it."""
+    """Seconds of generation that a replica loses at each new version, by the class of nodes that publishes the
+    version."""
     pp: int = 1
     kv: str = "refill"
     lag_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds from a version's publication until this class has it, by the class that publishes; a missing class means
-    0. `Demand.lag_s` is added to it."""
+    """Seconds from a version's publication until this column's class of nodes has it, by the class that publishes. A
+    publishing class that is missing here has a lag of 0. Computing rewards (`Demand.lag_s`) takes additional time."""
     lag_over_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Same as `lag_s`, if a third class relays the version. Keys are the publishing class, then the relaying class.
-    Holds only lags shorter than the direct one. A class relays only if the plan uses its nodes. Used only with a
+    """Same as `lag_s`, but for versions that a third class relays. Keys are the publishing class, then the relaying
+    class. Holds only lags shorter than the direct one. A class relays only if the plan uses its nodes. Used only with a
     staleness bound above 0."""
     room_bytes: float | None = None
-    """Bytes left on each card for the gang's training state, for replicas on the gang's own nodes (only with staleness
-    bound 0). None for replicas on other nodes."""
+    """Bytes left on each card for training state, if the replica runs on a training gang's nodes and takes turns with
+    training (only with staleness bound 0). None for replicas on nodes of their own."""
 
     @property
     def is_home(self) -> bool:
@@ -107,25 +108,27 @@ class Demand:
     bound: int
     """Staleness bound, `max_staleness` in the configuration."""
     queue: float = 0.0
-    """Number of finished trajectories that should wait for training, as a buffer; they lower the in-flight cap."""
+    """Number of finished trajectories that should wait for training, as a buffer. The cap on trajectories in flight is
+    lowered by this number."""
     tail_tokens: float = 0.0
     """Length in tokens of a long answer that must end within the age window; 0: no age window.
 
     The age window is the time in which an answer must end, so that the staleness bound still allows training on it.
     Step k starts k periods after the first step and takes `Gang.period_s`. Then it publishes version k + 1, which
     replicas have one lag later. For one period they start answers with that version. Step k + 1 + `bound` is the last
-    that may train on these answers. The first of them therefore has `bound` + 1 periods, less the gang's period and the
-    lag; the last has one period less. The age window is the time of the first, less `age_guard` periods."""
+    that may train on these answers. So the first of these answers has `bound` + 1 periods of time, less the gang's
+    period and the lag. The last one has one period less. The age window is the time of the first, less `age_guard`
+    periods."""
     age_guard: float = 0.5
-    """Periods taken off the age window. 1 guarantees the staleness bound for every answer of `tail_tokens` tokens, 1/2
-    only for the average answer of that length."""
+    """Number of periods by which the age window is shortened. With 1, the staleness bound holds for every answer of
+    `tail_tokens` tokens; with 1/2, only for the average answer of that length."""
     lag_s: float = 0.0
     """Seconds to compute the reward of an answer before it can be trained on; the same for all columns."""
     reward_rate: float | None = None
     """Trajectories per second that the reward pool can score; None: no limit."""
     headroom: float = 0.0
-    """Spare capacity that the fastest plan should have if this costs neither speed nor money: this share more tokens
-    than demanded, and this share more time for long answers."""
+    """Spare capacity that the fastest plan should have, as a share, if this costs neither speed nor money. With 0.1,
+    the plan generates 10 % more tokens than demanded and leaves long answers 10 % more time."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,7 @@ class Solution:
     """Seconds from one training step to the next (the period)."""
     gang: str
     replicas: Mapping[str, int]
-    """Number of replicas by rollout column; columns without replicas are left out."""
+    """Number of replicas by rollout column (replica shape); columns without replicas are left out."""
     nodes: Mapping[str, int]
-    """Nodes rented for rollout by offer, in addition to the gang's; offers without such nodes are left out."""
+    """Number of nodes rented for rollout, besides the gang's, by offer (class of nodes); offers without such nodes are
+    left out."""

@@ -25,7 +25,7 @@ ROUNDING = 1e-6
 
 
 def verify(saved: Plan, inventory: Inventory, workload: Workload, constants: Constants | None = None) -> list[str]:
-    """Checks a saved plan against its inputs: returns one line per violation, or an empty list if the plan is valid.
+    """Checks a saved plan against its inputs. Returns one line per violation; the list is empty if the plan is valid.
     `constants` are those of the cost model (None: the defaults)."""
     constants = constants or Constants()
     problem = problem_of(inventory, workload, constants)
@@ -34,9 +34,12 @@ def verify(saved: Plan, inventory: Inventory, workload: Workload, constants: Con
     proof, is_for_price = saved.certificate, saved.throughput is not None
     real = distance(proof, saved.solution.tau_s, saved.step.price_per_h, is_for_price=is_for_price)
     if proof.gap < real - ROUNDING:
-        broken.append(f"certificate: it states a gap of {proof.gap:.2%}, but the plan is {real:.2%} above its bound")
+        broken.append(f"certificate: its gap is {proof.gap:.2%}, but the plan is {real:.2%} above the proven bound")
     if saved.throughput is not None and saved.step.tokens_per_s < saved.throughput * (1 - 1e-9):
-        broken.append(f"throughput: {saved.step.tokens_per_s:g} tokens/s, but {saved.throughput:g} were asked for")
+        broken.append(
+            f"throughput: the plan reaches {saved.step.tokens_per_s:g} tokens/s, but {saved.throughput:g} were asked "
+            "for"
+        )
     try:
         placing = Placer(inventory, workload, constants, problem).place(saved.solution)
         asked = (saved.solution, saved.certificate, saved.budget, saved.throughput, saved.note)
@@ -47,7 +50,8 @@ def verify(saved: Plan, inventory: Inventory, workload: Workload, constants: Con
 
 
 def differences(saved: object, again: object, path: str = "") -> Iterator[str]:
-    """Yields a line for each field that differs, with both values; `path` is the dotted name of the values compared."""
+    """Yields a line for each field in which `saved` and `again` differ, with both values; `path` is the dotted name of
+    `saved` in the plan."""
     if saved == again:
         return
     if is_dataclass(saved) and type(saved) is type(again):

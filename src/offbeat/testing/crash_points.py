@@ -1,8 +1,8 @@
 """Crash points: places where tests can kill a process, to check that nothing is lost or done twice.
 
-`OFFBEAT_CRASH_AT` lists points, separated by commas; `name:3` means the third time that a process passes the point. The
-process gets SIGKILL, so nothing is flushed. If `OFFBEAT_CRASH_ONCE` names a folder, each point kills only one process,
-and leaves a file with the point's name there. So a restarted process gets past the point.
+`OFFBEAT_CRASH_AT` lists points, separated by commas; `name:3` kills a process when it passes the point `name` for the
+third time. The process gets SIGKILL, so nothing is flushed. If `OFFBEAT_CRASH_ONCE` names a folder, each point kills
+only one process, and leaves a file with the point's name there. So a restarted process gets past the point.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def crash_here(point: str) -> None:
 
 
 def _is_first(point: str) -> bool:
-    """Returns whether this process is the first to die at this point, and creates the file that tells later processes.
-    Without `OFFBEAT_CRASH_ONCE`, returns True and creates nothing."""
+    """Returns whether this process is the first to die at this point. If so, creates the file from which later
+    processes know that. Without `OFFBEAT_CRASH_ONCE`, returns True and creates nothing."""
     folder = os.environ.get(ONCE)
     if folder is None:
         return True

@@ -206,7 +206,7 @@ def test_a_link_without_a_peak_is_refused():
         ('{"kind": "decode"', "not valid JSON"),
         ('{"kind": "decoding", "accelerator": "a", "seconds": 1}', "did you mean 'decode'?"),
         ('{"kind": "decode", "seconds": 1}', "accelerator is missing"),
-        ('{"kind": "decode", "accelerator": "a", "seconds": 0}', "seconds is 0; it must be a number above 0"),
+        ('{"kind": "decode", "accelerator": "a", "seconds": 0}', "seconds is 0; it must be a finite number above 0"),
         ('{"kind": "decode", "accelerator": "a", "seconds": 1, "row": 2}', "did you mean 'rows'?"),
         ('{"kind": "decode", "accelerator": "a", "seconds": 1, "rows": "two"}', "rows is 'two'"),
         ("[1]", "the line is not a JSON object"),

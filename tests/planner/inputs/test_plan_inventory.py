@@ -108,7 +108,7 @@ def test_own_figures_win_over_the_catalogue(cluster):
         ('"h20"', '"h2O"', "c.toml:7: classes.h20.accelerator 'h2O' is not in the catalogue; did you mean 'h20'?"),
         ("between_classes = 1.5", "", "the rate between h800 and h20 is not given; add links.between_classes"),
         ("between_nodes = 5.0", "", "c.toml:11: the rate between two nodes of h20 is not given"),
-        ("between_nodes = 5.0", "between_nodes = 3200", "is it in Gbit/s? then write 400"),
+        ("between_nodes = 5.0", "between_nodes = 3200", "if the rate is in Gbit/s, write 400"),
         ("between_nodes = 5.0", "between_nodes = 0.00005", "is it in TB/s, perhaps?"),
         (
             "between_nodes",
@@ -148,7 +148,7 @@ def test_a_class_without_price_or_accelerator_says_what_to_add(refusal):
 
 def test_between_zones_no_link_is_that_fast(refusal):
     text = TWO.replace("nodes = 3", 'nodes = 3\nzone = "far"') + "between_zones = 100\n"
-    assert "allowed 50 or less between zones; is it in Gbit/s? then write 12.5" in refusal(text)
+    assert "allowed 50 or less between zones; if the rate is in Gbit/s, write 12.5" in refusal(text)
 
 
 def test_a_pair_must_name_what_there_is_and_only_once(refusal):
@@ -190,7 +190,7 @@ def test_an_accelerator_that_the_file_lacks_becomes_a_class_by_its_defaults(clus
         ({}, {"h800": 2}, "remove h800:2: too many nodes; class h800 has 1"),
         ({}, {"h800": 1, "h20": 3}, "no node would be left in the cluster"),
         ({"h21": 1}, {}, "neither a class nor an accelerator of the catalogue; did you mean 'h20'?"),
-        ({"h800-sxm": 1}, {}, "no default for price; add the class to the file"),
+        ({"h800-sxm": 1}, {}, "no default for price; add the class to the cluster's file"),
         ({}, {"b200": 1}, "remove b200: no class has this accelerator"),
     ],
 )

@@ -136,7 +136,7 @@ def test_heads_follow_from_the_width_unless_they_are_told():
 @pytest.mark.parametrize(
     "change, said",
     [
-        ({"hidden_size": None}, "hidden_size is missing; is it a decoder's config.json?"),
+        ({"hidden_size": None}, "hidden_size is missing; give a decoder's config.json"),
         ({"num_hidden_layers": "32"}, "num_hidden_layers is '32'; it must be a whole number, 1 or more"),
         ({"is_encoder_decoder": True}, "is not a decoder"),
         ({"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM is not a decoder"),

@@ -58,7 +58,7 @@ def test_cards_take_turns_unless_a_file_says_otherwise(workload):
 @pytest.mark.parametrize(
     "rules, told",
     [
-        ("colocate = true", "rules.colocate = true: works only if generation waits for training; set max_staleness"),
+        ("colocate = true", "rules.colocate = true: works only if generation waits for training; set rules.max"),
         ('colocate = "no"', 'rules.colocate = "no": wants true or false'),
     ],
 )

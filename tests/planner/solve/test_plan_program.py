@@ -88,7 +88,7 @@ def test_replicas_of_sizes_that_do_not_divide_one_another_are_refused():
     problem = golden()
     offers = {**problem.offers, "A": Offer("A", 2, 5, 16.0)}
     columns = (*problem.rollout, problem.rollout[0].__class__("odd", "A", 3, 3, 16, 900.0, 0.01, {"A": 2.0, "B": 2.0}))
-    with pytest.raises(ValueError, match="because 3 accelerators do not divide 5"):
+    with pytest.raises(ValueError, match="3 does not divide 5, so a replica could be split"):
         view_of(problem.__class__(offers, columns, problem.gangs, problem.demand))
 
 

@@ -15,7 +15,8 @@ from offbeat.planner.inputs.workload import Workload
 from offbeat.planner.problem import Demand, Offer, PlanningProblem
 
 WORTH_A_DETOUR = 0.01
-"""A relay through a third class of nodes is considered only if it shortens a version's transfer by this share."""
+"""A relay through a third class of nodes is considered only if it shortens a version's transfer by more than this
+share."""
 
 
 def problem_of(

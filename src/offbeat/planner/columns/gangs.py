@@ -22,10 +22,11 @@ from offbeat.planner.inputs.workload import Workload
 from offbeat.planner.problem import Gang
 
 MIN_GAIN = 0.02
-"""A gang with more nodes is kept only if it is faster by more than this share: the accuracy of the cost model."""
+"""Share by which a gang with more nodes must be faster to be kept. Smaller gains are below the accuracy of the cost
+model."""
 MIN_LEANER = 0.1
-"""A gang that is not faster is kept only if its training state takes less memory, by more than this share, on cards
-that also run replicas."""
+"""A gang that is not faster is kept only if its training state on cards that also run replicas is smaller by more than
+this share."""
 
 
 def fastest_first_front(candidates: Iterable[Gang]) -> list[Gang]:
@@ -76,7 +77,8 @@ def kept_by_class(workload: Workload, splits: Mapping[str, tuple[int, float]], d
 
 
 def fabric_of(machines: MachineClass, inventory: Inventory) -> GangFabric:
-    """Returns the rates between cards and between nodes of a class; equal if the class has no link between nodes."""
+    """Returns the rates between cards and between nodes of a class. If the class has no link between nodes, the rate
+    between cards stands for both."""
     card_bytes_per_s = machines.accelerator.link_bytes_per_s
     link = inventory.links.get(frozenset((machines.name,)))
     return GangFabric(card_bytes_per_s, link.bytes_per_s if link else card_bytes_per_s, machines.per_node)
@@ -102,7 +104,8 @@ def split_layers(num_layers: int, speeds: Sequence[float]) -> tuple[int, ...]:
 def fits(workload: Workload, room_bytes: float, tp: int, pp: int, dp: int, num_layers: int) -> list[tuple[int, bool]]:
     """Returns pairs (ZeRO stage, whether to recompute activations) with which a pipeline stage of `num_layers` layers
     fits into `room_bytes` per card. ZeRO-1 and ZeRO-2 take the same time, so only the lower stage that fits is
-    returned. ZeRO-3 is tried only if neither fits, and recomputing only if neither fits without it."""
+    returned. ZeRO-3 is tried only if neither ZeRO-1 nor ZeRO-2 fits. Recomputing is tried only if neither of them fits
+    without it."""
     share = num_layers / workload.model.num_layers
     found = []
     for recompute in (False, True):
@@ -127,7 +130,7 @@ MIXED_GROWTH = 2.0
 
 @dataclass(frozen=True)
 class GangPart:
-    """One of the two classes of nodes in a mixed gang (a gang of two classes), with what the cost model needs."""
+    """One of the two classes of nodes in a mixed gang (a gang of two classes), with its data for the cost model."""
 
     machines: MachineClass
     figures: Efficiencies
@@ -226,7 +229,8 @@ def replicated(parts: Parts, link: Link, workload: Workload) -> Iterator[Gang]:
 
 
 def _mixed_gang(parts: Parts, how: str, step_s: float, workload: Workload, **shape: object) -> Gang:
-    """Builds a gang of two classes. The class with more cards publishes the weights, because it has more links."""
+    """Builds a gang of two classes. Its name contains `how` (pp or dp), the way in which the classes are joined. The
+    class with more cards publishes the weights, because it has more links."""
     root = max(parts, key=lambda part: part[0].machines.per_node * part[1])[0].machines
     label = " + ".join(f"{part.machines.name} x{nodes}" for part, nodes in parts)
     return Gang(
@@ -240,8 +244,8 @@ def _mixed_gang(parts: Parts, how: str, step_s: float, workload: Workload, **sha
 
 
 def from_the_other(gang: Gang, inventory: Inventory, workload: Workload) -> Gang:
-    """Returns a copy of a gang of two classes, in which the other class (not `gang.root`) publishes the weights. Its
-    links to the rollout nodes may be faster."""
+    """Returns a copy of a gang of two classes, in which the other class (not `gang.root`) publishes the weights. That
+    class may have faster links to the rollout nodes."""
     (root,) = gang.nodes.keys() - {gang.root}
     publish = publish_s(workload, inventory.classes[root])
     return replace(gang, name=f"{gang.name} from {root}", root=root, publish_s=publish)
@@ -332,8 +336,9 @@ def _alone_on(
 
 
 def _too_large(classes: Sequence[MachineClass], workload: Workload, constants: Constants) -> str:
-    """Returns the error message for a model that no gang can train. It names the class of nodes that would need the
-    least memory per accelerator, and this memory, if all its nodes trained with ZeRO-3 and recomputing."""
+    """Returns the error message for a model that no gang can train. It names the class of nodes that needs the least
+    memory per accelerator, and how much. This need is computed for a gang of all nodes of the class, with ZeRO-3 and
+    recomputing."""
     needs = {}
     for machines in classes:
         num_cards = machines.num_accelerators

@@ -22,10 +22,11 @@ from offbeat.planner.problem import Gang, RolloutColumn
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
 ROWS_GROWTH = 2**0.5
-"""Factor between two neighbouring numbers of answers in flight that are tried. Their token rates differ by at most this
-factor."""
+"""Ratio between neighbouring numbers of answers in flight that are tried. The token rates of two neighbours differ by
+at most this factor."""
 FEW_CLASSES = 4
-"""Up to this number of classes of nodes, twice as many numbers of answers in flight are tried: there is time for it."""
+"""Largest number of node classes for which twice as many numbers of answers in flight are tried. With more classes,
+that would take too long."""
 
 
 def rollout_columns(
@@ -47,8 +48,9 @@ def home_columns(
     inventory: Inventory, workload: Workload, constants: Constants, training: Sequence[Gang]
 ) -> tuple[RolloutColumn, ...]:
     """Returns the replica shapes (columns) on nodes of a training gang, where training and generation take turns. Only
-    shapes that fit on the cards beside the training state of at least one gang are returned. That state stays on a card
-    while it generates; the engine's weights leave the card while it trains and are loaded again afterwards."""
+    shapes that fit on the cards beside the training state of at least one gang are returned. The training state stays
+    on a card while the card generates. The engine's weights leave the card while it trains and are loaded again
+    afterwards."""
     roots = sorted({gang.root for gang in training})
     found = []
     for name, machines in inventory.classes.items():
@@ -144,8 +146,9 @@ def undominated(columns: Sequence[RolloutColumn]) -> list[RolloutColumn]:
 
 
 def _beats(one: RolloutColumn, other: RolloutColumn) -> bool:
-    """Whether column `one` is at least as good as column `other` in every respect: on the cards of one replica of
-    `other`, replicas of `one` generate as much, without more answers in flight, longer delays or less memory left."""
+    """Whether column `one` is at least as good as column `other` in every respect. On the cards of one replica of
+    `other`, replicas of `one` must generate as many tokens per second with no more answers in flight. Their delays must
+    not be longer, and they must leave as much memory for training."""
     if other.num_accelerators % one.num_accelerators:
         return False
     copies = other.num_accelerators // one.num_accelerators

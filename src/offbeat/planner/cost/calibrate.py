@@ -43,7 +43,8 @@ MOST = 1e30
 
 @dataclass(frozen=True)
 class Measurement:
-    """One measured time. `kind` is decode, prefill, train or link; fields that it does not need keep their defaults."""
+    """One measured time. `kind` is decode, prefill, train or link; fields that this kind does not need keep their
+    defaults."""
 
     kind: str
     accelerator: str
@@ -61,7 +62,8 @@ class Measurement:
     num_accelerators: int = 1
     """Number of accelerators in a training gang or an all-reduce."""
     num_forwards: float = 0
-    """Forward passes of a training step besides the forward pass that is trained; includes recomputing."""
+    """Number of forward passes of a training step in addition to the one that precedes the backward pass; recomputing
+    activations counts as one."""
     tp: int = 1
 
 
@@ -173,7 +175,7 @@ def _check(where: str, name: str, value: Any, is_positive: bool) -> None:
     else:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         is_right = is_number and (value > 0 if is_positive else value >= 0) and value < MOST
-        wanted = "a number above 0" if is_positive else "a number of 0 or more"
+        wanted = "a finite number above 0" if is_positive else "a finite number, 0 or more"
     if not is_right:
         raise UserError(f"{where}: {name} is {value!r}; it must be {wanted}")
 
@@ -189,7 +191,7 @@ MIN_KV_SHARE, MAX_KV_SHARE = 0.5, 2.0
 """Allowed range of the KV read share. A share outside the range means preempted answers or a wrong model shape, not a
 slow card. The embedded engine never preempts while it is measured, so the lower limit does not apply to it."""
 FLAT = 1.5
-"""If the longest decode step takes less than this multiple of the shortest, the host may be limiting all of them."""
+"""If the longest decode step takes less than this multiple of the shortest, a slow host may be limiting all of them."""
 MAX_SHARE = 1.1
 """Largest accepted share of a card's peak. A larger share means a wrong card or model shape; a share from 1 to this
 limit is due to clock boost and noise."""
@@ -197,8 +199,8 @@ limit is due to clock boost and noise."""
 
 Rows = Sequence[Measurement]
 Terms = Callable[[Rows, float], np.ndarray]
-"""Computes a row of terms for each measurement, given a ratio of `RIDGES` (unused by most kinds). A non-negative
-combination of the terms predicts the seconds."""
+"""Computes a row of terms for each measurement. A sum of these terms, each times a coefficient of 0 or more, predicts
+the seconds. The second argument is a ratio of `RIDGES`, which only decode uses."""
 
 
 @dataclass(frozen=True)
@@ -216,9 +218,9 @@ def fit(
     base: Constants | None = None,
     least_kv_share: float = MIN_KV_SHARE,
 ) -> Constants:
-    """Returns `base` (None: the defaults) with the constants of each measured accelerator fitted to its measurements,
-    and with the held-out errors of the fits. `cards` holds the accelerators by name; `least_kv_share` is the lower
-    limit of the KV read share."""
+    """Returns a copy of `base` (None: the defaults) in which the constants of each measured accelerator are fitted to
+    its measurements, and which holds the held-out errors of the fits. `model` is the shape of the measured model, and
+    `cards` holds the accelerators by name. `least_kv_share` is the lower limit of the KV read share."""
     constants = base or Constants()
     found: dict[tuple[str, str], list[Measurement]] = {}
     for one in measurements:
@@ -318,7 +320,9 @@ def _fit_train(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
     smaller = [one for one in rows if size(one) < largest]
     if not smaller:
         why = "measure two or more sizes or numbers of tokens, so that one can be held out"
-        raise UserError(f"train on {card.name}: all gangs have the same size and the same number of tokens; {why}")
+        raise UserError(
+            f"train on {card.name}: all measured gangs have the same size and the same number of tokens; {why}"
+        )
     folds = [(smaller, [one for one in rows if size(one) == largest])]
     (slope,) = _solve(rows, terms).weights
     share = _below_peak(_share(slope, "training_share", card), "train", card)
@@ -357,7 +361,8 @@ def _solve(rows: Rows, terms: Terms, ridges: Iterable[float] = (1.0,), floor: Se
 
 def _folds(rows: Rows, name: str, card: Accelerator) -> list[tuple[Rows, Rows]]:
     """Splits measurements to compute held-out errors. Returns one pair for each value of the field `name`:
-    (measurements with other values, held-out measurements with this value). `card` is named in errors."""
+    (measurements with other values, held-out measurements with this value). Raises a `UserError`, which names `card`,
+    if there are fewer than 3 values."""
     values = sorted({getattr(one, name) for one in rows})
     if len(values) < 3:
         why = f"measure 3 or more different values of {name}, not {len(values)}, so that one can be held out"
@@ -380,14 +385,15 @@ def _held_out(
 def _check_kv_share(share: float, least: float, card: Accelerator) -> None:
     if not least <= share <= MAX_KV_SHARE:
         raise UserError(
-            f"decode on {card.name}: keys and values were read at {share:.2f} times the memory's bandwidth, not "
-            f"{least:g} to {MAX_KV_SHARE:g} times; check that --model is right and that no answers were preempted"
+            f"decode on {card.name}: keys and values were read at {share:.2f} times the memory's bandwidth "
+            f"(accepted: {least:g} to {MAX_KV_SHARE:g} times); check that --model is right and that no "
+            "answers were preempted"
         )
 
 
 def _share(slope: float, name: str, card: Accelerator) -> float:
-    """Returns the reached share of a card's peak speed: 1 / `slope`, where `slope` is the measured time divided by the
-    time at peak speed. `name` names the fitted constant in errors."""
+    """Returns the fraction of a card's peak speed that was reached: 1 / `slope`, where `slope` is the measured time
+    divided by the time at peak speed. `name` names the fitted constant in errors."""
     if not slope > 0:
         raise UserError(f"the measurements on {card.name} do not determine {name}; measure a wider range of sizes")
     return float(1 / slope)

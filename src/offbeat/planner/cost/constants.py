@@ -141,7 +141,7 @@ def _figures(path: Path, where: str, table: Any) -> dict[str, float]:
             raise UserError(f"{path}: {where}.{name}: unknown constant; {suggest(name, NAMES)}")
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not _is_allowed(name, value):
-            share = f"a share above 0, up to {_largest(name):g} (only an exposed share may be 0)"
+            share = f"a share above 0, up to {_largest(name):g} (only tp_exposed_share and dp_exposed_share may be 0)"
             allowed = share if name.endswith("_share") else "a number of seconds, 0 or more"
             raise UserError(f"{path}: {where}.{name} is {value!r}; it must be {allowed}")
     return {name: float(value) for name, value in table.items()}

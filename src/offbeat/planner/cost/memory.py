@@ -9,7 +9,8 @@ from offbeat.planner.inputs.model_shapes import kv_bytes_per_token, num_paramete
 from offbeat.planner.inputs.workload import Workload
 
 KV_HEADROOM = 1.25
-"""Factor on the mean context of running answers: room for longer contexts, so that answers are not preempted."""
+"""Memory is reserved for this multiple of the mean context of running answers, so that longer contexts do not preempt
+answers."""
 OPTIMIZER_BYTES = 12
 """Bytes per parameter: fp32 weights and both moments of Adam."""
 GRADIENT_BYTES = 2
@@ -79,8 +80,8 @@ def microbatch_tokens(workload: Workload) -> float:
 
 
 def activation_bytes(workload: Workload, tp: int, pp: int, layers: float, *, recompute: bool) -> float:
-    """Bytes of activations on a card with `layers` layers. Adds up the worst cases of all pipeline stages: as many
-    micro-batches in flight as there are stages (`pp`), as in the first stage, and the logits of the last stage."""
+    """Bytes of activations on a card with `layers` layers. Assumes the worst case of every pipeline stage at once: `pp`
+    micro-batches in flight, as in the first stage, and the logits, which only the last stage has."""
     model, tokens = workload.model, microbatch_tokens(workload)
     unit = model.hidden * tokens / tp
     logits = LOGIT_BYTES * model.vocab * LOSS_CHUNK_TOKENS / tp

@@ -16,8 +16,8 @@ ACTIVATION_BYTES = 2
 
 
 def matmul_s(model: ModelShape, card: Accelerator, figures: Efficiencies, tp: int, rows: float) -> float:
-    """Seconds of a decode step's matmuls: the time to compute or the time to read the weights, whichever is longer.
-    Only weights are read that at least one of the `rows` running answers uses."""
+    """Seconds of a decode step's matmuls: the time to compute or the time to read the weights, whichever is longer. A
+    weight is read only if at least one of the `rows` running answers uses it."""
     compute_s = 2 * active_matmul_parameters(model) * rows / (tp * card.flops * figures.gemm_share)
     read_bytes = touched_parameters(model, rows) * model.bytes_per_weight
     return max(compute_s, read_bytes / (tp * card.memory_bytes_per_s * figures.weight_read_share))
@@ -65,7 +65,8 @@ def prefill_s(flop: float, card: Accelerator, figures: Efficiencies, tp: int) ->
 
 
 def prompt_s(workload: Workload, card: Accelerator, figures: Efficiencies, tp: int) -> float:
-    """Prefill time of a prompt divided by its number of answers, because it is prefilled once for all of them."""
+    """Prefill time of a prompt, divided by the number of its answers, because the prompt is prefilled once for all of
+    them."""
     flop = prefill_flop(workload.model, workload.prompt.mean, workload.prompt.mean_square)
     return prefill_s(flop, card, figures, tp) / workload.group_size
 

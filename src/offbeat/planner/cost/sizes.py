@@ -12,8 +12,8 @@ from offbeat.planner.inputs.workload import ModelShape, Workload
 
 def touched_parameters(model: ModelShape, rows: float) -> float:
     """Parameters that a decode step must read, because matmuls of at least one of `rows` running answers use them.
-    Answers choose experts independently, so a share of (1 - experts per token / experts)^rows of the experts is
-    unused."""
+    Answers are assumed to choose experts independently. The share of experts that no answer uses is then (1 - experts
+    per token / experts)^rows."""
     if not model.num_experts:
         return matmul_parameters(model)
     missed = (1 - model.experts_per_token / model.num_experts) ** rows
@@ -41,7 +41,7 @@ def trained_parameters(workload: Workload) -> float:
 
 
 def update_bytes(workload: Workload) -> float:
-    """Bytes that a link carries for one version: trained weights times `delta_density`."""
+    """Bytes that are sent over a link for one version: the bytes of all trained weights times `delta_density`."""
     return trained_parameters(workload) * workload.model.bytes_per_weight * workload.delta_density
 
 

@@ -100,7 +100,8 @@ def _defaults(links: Links) -> dict[str, Link]:
 
 
 def _pairs(links: Links, classes: Mapping[str, MachineClass], origin: ValueOrigin) -> dict[Pair, Link]:
-    """Links of [[links.pair]] by pair of classes. An entry that names classes overrides one that names their zones."""
+    """Returns the links of [[links.pair]] by pair of classes. An entry that names classes overrides one that names
+    their zones."""
     zones: dict[str, list[str]] = {}
     for name, machines in classes.items():
         zones.setdefault(machines.zone, []).append(name)
@@ -129,7 +130,8 @@ def _pairs(links: Links, classes: Mapping[str, MachineClass], origin: ValueOrigi
 def _measured(
     links: Links, classes: Mapping[str, MachineClass], origin: ValueOrigin, assumptions: list[str]
 ) -> dict[Pair, float]:
-    """GB/s by pair of classes, from the measured matrix; the rate of the slower direction counts."""
+    """Returns the rates in GB/s by pair of classes, from the measured matrix. Of the two directions, the slower one
+    counts."""
     if links.matrix is not None and links.matrix_file is not None:
         where = origin.before(("links", "matrix_file"))
         raise UserError(f"{where}links.matrix_file and [links.matrix] are both given; keep one of them")
@@ -188,8 +190,8 @@ def _missing(one: str, other: str, kind: str, origin: ValueOrigin) -> UserError:
 
 
 def _check(key: Pair, link: Link, classes: Mapping[str, MachineClass], kind: str, origin: ValueOrigin) -> None:
-    """Raises `UserError` if a link's rate is too low, or too high for a link between zones. It must also not exceed the
-    sum of the rates between a node's accelerators and their host, because a node cannot send faster."""
+    """Raises `UserError` if a link's rate is below `LEAST_GB_S`, above `MOST_BETWEEN_ZONES_GB_S` between zones, or more
+    than a node can send. A node sends at most the sum of the rates between its accelerators and their host."""
     gb_s, who = link.bytes_per_s / GIGA, " and ".join(sorted(key))
     say = f"{origin.before(('links',))}the rate between nodes of {who}, {gb_s:g} GB/s"
     if gb_s < LEAST_GB_S:
@@ -198,10 +200,10 @@ def _check(key: Pair, link: Link, classes: Mapping[str, MachineClass], kind: str
     slow = min(buses, key=buses.__getitem__)
     if gb_s > buses[slow]:
         what = f"a node of {slow} sends {buses[slow]:g} GB/s at most ({classes[slow].per_node} x host_gb_s)"
-        raise UserError(f"{say}: {what}; is it in Gbit/s? then write {gb_s / 8:g}")
+        raise UserError(f"{say}: {what}; if the rate is in Gbit/s, write {gb_s / 8:g}")
     if kind == "zones" and gb_s > MOST_BETWEEN_ZONES_GB_S:
         most = f"allowed {MOST_BETWEEN_ZONES_GB_S:g} or less between zones"
-        raise UserError(f"{say}: {most}; is it in Gbit/s? then write {gb_s / 8:g}")
+        raise UserError(f"{say}: {most}; if the rate is in Gbit/s, write {gb_s / 8:g}")
 
 
 FIGURES: dict[str, tuple[str, float]] = {
@@ -219,11 +221,12 @@ SANE: dict[str, tuple[float, float, str, str]] = {
     "link_gb_s": (1, 4_000, "TB/s", "MB/s"),
     "host_gb_s": (1, 1_000, "TB/s", "MB/s"),
 }
-"""For each key, the smallest and the largest accepted number, then two units: the one that was likely meant if a number
-is too small, and the one if it is too large. The upper limits will have to rise with new hardware."""
+"""For each key: the smallest and the largest accepted number, the unit in which a smaller number was probably given,
+and the unit in which a larger one was. The upper limits will have to rise with new hardware."""
 CPU = "cpu"
 CPU_SANE = SANE | {"tflops": (0.001, 100, "PFLOPS", "GFLOPS"), "bandwidth_tb_s": (0.001, 5, "PB/s", "GB/s")}
-"""Accepted ranges for the class `cpu`: processors without an accelerator, as calibration names them."""
+"""Accepted ranges for the class `cpu`, which stands for processors without an accelerator; calibration uses the same
+name."""
 HOST_GB_S = 32.0
 """Rate of PCIe 4 x16, assumed for a card that is not in the catalogue."""
 MOST_PER_ACCELERATOR_H = 100.0
@@ -253,7 +256,7 @@ EXAMPLE = 'classes.h100 = {accelerator = "h100-sxm", nodes = 2, per_node = 8} an
 
 
 def _refusal(data: Mapping[str, Any]) -> str:
-    """Returns why a file cannot describe a cluster; "" if it can."""
+    """Returns why a file with the content `data` cannot describe a cluster; "" if it can."""
     if "model" in data and "classes" not in data:
         return "describes a workload; give the cluster's file first, as in offbeat plan CLUSTER.toml WORKLOAD.toml"
     return f"classes is missing; name your machines, for example {EXAMPLE}" if set(data) <= {"links"} else ""

@@ -160,7 +160,7 @@ def _feed_forward(config: Mapping[str, Any], file: str) -> dict[str, int]:
 def _whole(config: Mapping[str, Any], key: str, file: str) -> int:
     value = config.get(key)
     if value is None:
-        raise UserError(f"{file}: {key} is missing; is it a decoder's config.json?")
+        raise UserError(f"{file}: {key} is missing; give a decoder's config.json")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UserError(f"{file}: {key} is {value!r}; it must be a whole number, 1 or more")
     return value

@@ -62,7 +62,7 @@ def _removed(inventory: Inventory, name: str, num_nodes: int) -> Inventory:
         return _with(inventory, dataclasses.replace(machines, num_nodes=left))
     classes = {other: kept for other, kept in inventory.classes.items() if other != found}
     if not classes:
-        raise UserError(f"remove {name}:{num_nodes}: no node would be left in the cluster")
+        raise UserError(f"remove {name}:{num_nodes}: no node would be left in the cluster; keep at least one")
     links = {pair: link for pair, link in inventory.links.items() if found not in pair}
     return dataclasses.replace(inventory, classes=classes, links=links)
 
@@ -93,10 +93,10 @@ def _with_new_class(inventory: Inventory, name: str, num_nodes: int) -> Inventor
     if num_nodes > 1:
         needed["nodes"] = inventory.default_links.get("nodes")
     missing = [f"links.between_{kind}" for kind, link in needed.items() if link is None]
-    keys = [*missing, *(["classes.*.zone"] if len(zones) > 1 else []), *(["price"] if card.price_per_h is None else [])]
+    keys = [*missing, *(["zone"] if len(zones) > 1 else []), *(["price"] if card.price_per_h is None else [])]
     if keys or card.price_per_h is None:
-        lacks = f"the cluster's file has no such class, and no default for {', '.join(keys)}"
-        raise UserError(f"add {name}: {lacks}; add the class to the file")
+        lacks = f"no class has this accelerator, and for a new class there is no default for {', '.join(keys)}"
+        raise UserError(f"add {name}: {lacks}; add the class to the cluster's file")
     zone = next(iter(zones))
     new = MachineClass(name, card, PER_NODE, num_nodes, card.price_per_h, zone, has_catalogue_price=True)
     links = {**inventory.links}

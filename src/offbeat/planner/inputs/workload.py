@@ -96,8 +96,8 @@ class Workload:
     waste_share: float = 0.0
     """Share of generated tokens that are not trained on, because their groups are dropped or not needed."""
     headroom: float = 0.1
-    """Share by which generation should exceed the tokens that training needs, if that costs nothing. It keeps the
-    trainer from waiting if the cost model is slightly wrong."""
+    """Share by which generation should exceed the tokens that training needs, if that costs neither speed nor money.
+    This surplus keeps the trainer from waiting if the cost model is slightly wrong."""
     delta_density: float = 1.0
     """Bytes of a weight update divided by the bytes of all trained weights."""
     reward: RewardMachines | None = None
@@ -179,7 +179,7 @@ def from_samples(lengths: Sequence[int], quantile: float = QUANTILE, cap: float 
     """Statistics of observed lengths, cut to `cap`. The quantile `tail` is one of these lengths, not an interpolated
     value."""
     if not len(lengths):
-        raise UserError("there are no lengths to take statistics of; a run has some once it has trained a step")
+        raise UserError("there are no lengths for statistics; give a run that has trained at least one step")
     tokens = np.minimum(np.array(lengths, float), cap)
     tail = float(np.quantile(tokens, quantile, method="inverted_cdf"))
     longest = float(tokens.max()) if math.isinf(cap) else cap

@@ -114,7 +114,7 @@ EXAMPLE = (
 
 
 def _refusal(data: Mapping[str, Any]) -> str:
-    """Returns why a file cannot describe a workload; "" if it can."""
+    """Returns why a file with the content `data` cannot describe a workload; "" if it can."""
     if "classes" in data and "model" not in data:
         return "describes a cluster; give the workload's file second, as in offbeat plan CLUSTER.toml WORKLOAD.toml"
     return "" if data else f"is empty; describe the workload, for example {EXAMPLE}"
@@ -126,7 +126,7 @@ def load_workload(path: pathlib.Path | str, read_run: RunReader | None = None) -
     file, origin = load_as(path, WorkloadFile, _refusal)
     algorithm, rules, reward = file.algorithm, file.rules, file.reward
     if rules.colocate and rules.max_staleness:
-        where, remedy = origin.before(("rules", "colocate")), "set max_staleness = 0, or leave colocate out"
+        where, remedy = origin.before(("rules", "colocate")), "set rules.max_staleness = 0, or leave colocate out"
         raise UserError(f"{where}rules.colocate = true: works only if generation waits for training; {remedy}")
     tables = {"prompt": file.prompt, "answer": file.answer}
     runs = {name: table.run for name, table in tables.items() if table.run is not None}

@@ -16,7 +16,7 @@ from offbeat.planner.problem import Gang
 
 @dataclass(frozen=True)
 class Group:
-    """Neighbouring cards of one node: `size` cards, of which the first has the number `first`."""
+    """Neighbouring cards of one node: `size` cards, numbered from `first` on."""
 
     node: str
     first: int
@@ -93,14 +93,16 @@ def lay_gang(fabric: NodeFabric, gang: Gang, names: Sequence[str]) -> Stages:
     for name in ring_order(fabric, names):
         node = fabric.nodes[name]
         if node.per_node % gang.tp:
-            raise UserError(f"gang {gang.name}: tp {gang.tp} does not divide the {node.per_node} cards of {name}")
+            raise UserError(
+                f"gang {gang.name}: tp {gang.tp} does not divide the {node.per_node} cards of {name}; choose another tp"
+            )
         firsts = range(0, node.per_node, gang.tp)
         groups.setdefault(node.offer, []).extend(Group(name, first, gang.tp) for first in firsts)
     num_groups = sum(map(len, groups.values()))
     if num_groups != gang.pp * gang.dp:
         raise UserError(
             f"gang {gang.name}: pp {gang.pp} x dp {gang.dp} needs {gang.pp * gang.dp} groups of {gang.tp} cards, "
-            f"but its nodes have {num_groups}"
+            f"but its nodes have {num_groups}; choose pp and dp with this product"
         )
     if not gang.batch_shares:
         row = [group for of_class in groups.values() for group in of_class]
@@ -125,6 +127,6 @@ def _class_stage(fabric: NodeFabric, gang: Gang, offer: str, names: Sequence[str
     num_cards = sum(node.per_node for node in nodes)
     tp, rest = divmod(num_cards, gang.dp)
     if rest or not tp or any(node.per_node % tp for node in nodes):
-        cannot = f"cannot be divided into {gang.dp} equal groups, each inside one node"
+        cannot = f"cannot be divided into {gang.dp} equal groups, each inside one node; choose another dp"
         raise UserError(f"gang {gang.name}: {num_cards} cards of {offer} {cannot}")
     return tuple(Group(node.name, first, tp) for node in nodes for first in range(0, node.per_node, tp))

@@ -41,7 +41,7 @@ SEED = 0
 def split(
     fabric: NodeFabric, training: Counts, rollout: Counts, cost: Cost[Score]
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """Chooses nodes at a low `cost`; returns the names of the training nodes and of the rollout nodes. `training` and
+    """Chooses nodes with a low `cost`; returns the names of the training nodes and of the rollout nodes. `training` and
     `rollout` hold how many nodes of each class are needed; the other nodes stay idle.
 
     Interchangeable nodes are taken in order. If there are few choices, all are tried. Otherwise two splits are
@@ -62,7 +62,7 @@ def _in_order(members: Members, training: Counts, rollout: Counts) -> dict[str, 
     side_of: dict[str, str] = {}
     for offer, names in members.items():
         first, then = training.get(offer, 0), rollout.get(offer, 0)
-        assert first + then <= len(names), f"bug: {first} + {then} of {len(names)} nodes of {offer} are in use"
+        assert first + then <= len(names), f"bug: {first} nodes of {offer} train, {then} generate, {len(names)} exist"
         side_of |= dict(zip(names, ["train"] * first + ["roll"] * then + ["idle"] * len(names), strict=False))
     return side_of
 
@@ -147,7 +147,8 @@ class Placing:
     lags_s: Mapping[str, float]
     """Seconds from a version's publication until the last node of a class has it, by class of nodes that generate."""
     problem: PlanningProblem
-    """The planning problem with the step time and lags on these nodes, where these are longer than assumed."""
+    """The planning problem after placement: a step time or lag that is longer on these nodes replaces the assumed
+    one."""
     tau_s: float
     """Shortest period in seconds at which the solution meets all constraints on these nodes; at least
     `Solution.tau_s`."""
@@ -155,7 +156,8 @@ class Placing:
 
 @dataclass(frozen=True)
 class Placer:
-    """Chooses concrete nodes for solutions of `problem`, whose times assume the best links of the inventory."""
+    """Chooses concrete nodes for solutions of `problem`. The times in `problem` assume the best links of the
+    inventory."""
 
     inventory: Inventory
     workload: Workload

@@ -2,8 +2,8 @@
 
 Times are computed as for the columns (candidate gangs and replica shapes), but over the links in use. Gradients go
 around a ring at the rate of its slowest link. Activations go from each stage to the next. A class has a version when
-its last node has it. Guarantee: no time is shorter than its column assumed, so bounds proven for the columns hold for
-placed plans.
+its last node has it. Guarantee: no time is shorter than the one in the column, so bounds proven for the columns hold
+for placed plans.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ BISECTIONS = 40
 def step_s(
     fabric: NodeFabric, best: Inventory, stages: Stages, gang: Gang, workload: Workload, constants: Constants
 ) -> float:
-    """Seconds of a gang's step over the links between the cards in `stages`; `best`: inventory with the best links."""
+    """Seconds of a gang's step over the links between the cards in `stages`, but at least `gang.step_s`. `best` is the
+    inventory with the best links."""
     links = dict(best.links)
     for pair, rate in _slowest(fabric, stages).items():
         links[pair] = replace(links[pair], bytes_per_s=min(rate, links[pair].bytes_per_s))
@@ -82,8 +83,8 @@ def slowed(
     problem: PlanningProblem, gang: Gang, step_s: float, lags_s: Mapping[str, float], by: float = ROUNDING
 ) -> PlanningProblem:
     """Returns the problem with longer times: `step_s` for the gang's training step, and `lags_s` (by class) until a
-    class has a version that the gang publishes. A time is replaced only if it grows by more than the share `by`. If
-    none does, the same object is returned."""
+    class has a version that the gang publishes. A time is replaced only if it grows by more than the share `by`. If no
+    time is replaced, the same object is returned."""
     relays = {*gang.nodes, *lags_s} if problem.demand.bound else ()
 
     def is_worse(column: RolloutColumn) -> bool:
@@ -106,12 +107,12 @@ def slowed(
 
 
 def enough_s(problem: PlanningProblem, placed: PlanningProblem, solution: Solution) -> float:
-    """A period (seconds per step) long enough for a solution of `problem` to meet all constraints of `placed`. `placed`
-    is `problem` with a longer training step or longer lags.
+    """Returns a period (seconds per step) long enough for a solution of `problem` to meet all constraints of `placed`.
+    `placed` is `problem` with a longer training step or longer lags.
 
-    With a staleness bound above 0 it is the shortest such period. It follows from the gang's own period and the age
-    window (the time that a long answer may take). With bound 0 it is the old period plus the increase of the gang's
-    period and the largest increase of a lag."""
+    With a staleness bound above 0, the result is the shortest such period. It follows from the gang's own period and
+    the age window (the time that a long answer may take). With bound 0, the result is `solution.tau_s` plus the
+    increase of the gang's period and the largest increase of a lag."""
     demand, tau_s, gang = placed.demand, solution.tau_s, placed.gang(solution)
     period_s, root = gang.period_s, gang.root
     slower = {column.name: column for column in placed.rollout if solution.replicas.get(column.name)}

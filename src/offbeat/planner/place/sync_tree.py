@@ -26,8 +26,8 @@ from offbeat.planner.place.nodes import NodeFabric, by_class, class_and_number
 
 Senders = Mapping[str, tuple[str, ...]]
 """Senders of each receiver, by the receiver's name. If a receiver has several senders, the n-th sends the n-th share of
-all chunks. To send that share, a sender that has the same number of senders itself needs only its own n-th share; any
-other sender needs all shares."""
+all chunks. A sender that itself has as many senders needs only its own n-th share for this; any other sender needs all
+shares."""
 
 
 def hops_of(senders: Senders) -> Iterator[tuple[str, str]]:
@@ -246,7 +246,8 @@ def _by_node(fabric: NodeFabric, root: str, receivers: Sequence[str], num_bytes:
 
 
 def _widest_first(fabric: NodeFabric, root: str, receivers: Sequence[str], divides: bool) -> dict[str, str]:
-    """Builds a tree (sender by receiver) by always adding the receiver that can be reached at the highest rate."""
+    """Builds a tree (sender by receiver) by always adding the receiver that can be reached at the highest rate. With
+    `divides`, a sender's rate is divided among its receivers."""
     parents: dict[str, str] = {}
     arriving, users = {root: math.inf}, Counter[tuple[str, bool]]()
     missing = set(receivers)
@@ -277,7 +278,8 @@ def _improved(fabric: NodeFabric, root: str, best: dict[str, str], num_bytes: fl
 
 
 def _cost(fabric: NodeFabric, parents: Mapping[str, str], num_bytes: float) -> tuple[float, float]:
-    """Cost of a tree: seconds until the last receiver has the version. Ties are decided by the sum over receivers."""
+    """Returns the cost of a tree: the seconds until the last receiver has the version and, to decide ties, the sum of
+    these seconds over all receivers."""
     senders = {name: (sender,) for name, sender in parents.items()}
     seconds = arrival_s(fabric, senders, num_bytes).values()
     return round(max(seconds), 9), round(sum(seconds), 9)

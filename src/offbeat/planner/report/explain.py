@@ -12,7 +12,7 @@ from offbeat.planner.solve.search import Result, cheapest, fastest
 
 MORE_BUDGET = 0.1
 BARELY = 1e-3
-"""Relative gain up to which a change is reported to bring nothing; such gains are within the search's tolerance."""
+"""Largest relative gain that is reported as "nothing"; such gains are within the search's tolerance."""
 
 
 @dataclass(frozen=True)
@@ -187,8 +187,9 @@ def gang_price_per_h(problem: PlanningProblem, gang: Gang) -> float:
 
 
 def why_generates(problem: PlanningProblem, offer: str) -> str:
-    """Explains why the class `offer` generates: its lowest price of a million generated tokens, then the lowest prices
-    on up to three other classes. If all machines are free, tokens per second of a card take the place of prices."""
+    """Explains why the class `offer` generates: gives its lowest price of a million generated tokens, then the lowest
+    prices on up to three other classes. If no machine costs anything, gives tokens per second of a card instead of
+    prices."""
     prices: dict[str, float] = {}
     rates: dict[str, float] = {}
     for column in problem.rollout:

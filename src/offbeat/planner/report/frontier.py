@@ -54,8 +54,8 @@ def homogeneous(
 
 def alone(inventory: Inventory, name: str, money_per_h: float) -> Inventory:
     """Returns an inventory with the node class `name` alone, and as many of its nodes as `money_per_h` buys, at least
-    one node. Keeps their number if nodes cost nothing, or if the inventory has no link between two nodes of the
-    class."""
+    one node. The number of nodes does not change if they cost nothing, or if the inventory has no link between two
+    nodes of the class."""
     machines = inventory.classes[name]
     link = inventory.links.get(frozenset((name,)))
     if machines.node_price_per_h and link is not None:
@@ -65,7 +65,8 @@ def alone(inventory: Inventory, name: str, money_per_h: float) -> Inventory:
 
 
 def split_by_class(inventory: Inventory, workload: Workload, constants: Constants | None = None) -> Point | None:
-    """Price and throughput of the plan that AReaL-Hex (arXiv 2511.00796) evidently ran; None if none is possible.
+    """Returns price and throughput of the plan that AReaL-Hex (arXiv 2511.00796) evidently ran; None if there is no
+    such plan.
 
     The class of nodes with the most FLOPS per accelerator trains, all others generate, and every node is rented. At
     each new version, generation waits while `COPIES` copies of the weights cross the link. Replica shapes and

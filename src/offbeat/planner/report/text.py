@@ -33,8 +33,7 @@ UNFITTED_ERROR = 1.5
 SMALLER_BUDGETS = (0.9, 0.7)
 """Budgets that are tried for a cheaper plan, relative to the plan's price."""
 WORTH = 2.0
-"""A cheaper plan is shown only if the share of the price that it saves is at least this many times the share of the
-throughput that it loses."""
+"""A cheaper plan is shown only if (share of the price saved) / (share of the throughput lost) is at least this."""
 
 
 def format_plan(
@@ -46,7 +45,7 @@ def format_plan(
     if remarks:
         parts.append("\n".join(remarks))
     if gains:
-        parts.append("\n".join(["What would it bring:", *(f"  {line}" for line in gains)]))
+        parts.append("\n".join(["What each change would bring:", *(f"  {line}" for line in gains)]))
     parts.append("\n".join(_facts(plan)))
     if in_full:
         stages = [f"  training stage {i}: {_cards(stage)}" for i, stage in enumerate(plan.training.stages)]
@@ -125,7 +124,7 @@ def _facts(plan: Plan) -> list[str]:
         lowest = f"no plan{within} has a step below {step.tau_lo_s:,.4g} s"
     else:
         lowest = f"no plan of this throughput costs less than {step.price_lo_per_h or 0.0:,.2f} $/h"
-    word = f"; for {len(proof.by_solver)} of the gangs only the solver's word proves it" if proof.by_solver else ""
+    word = f"; for {len(proof.by_solver)} of the gangs, this rests on the solver alone" if proof.by_solver else ""
     error = f"not fitted, so rates (≈) may be wrong by a factor of about {UNFITTED_ERROR:g}"
     if proof.held_out_error is not None:
         error = f"off by {proof.held_out_error:.1%} on held-out measurements"
@@ -183,13 +182,13 @@ def remarks_on(inventory: Inventory, workload: Workload, plan: Plan, constants: 
     ]
     if listed:
         what = f"from the catalogue, in $/h per card: {', '.join(listed)}"
-        remarks.append(f"Prices: {what}; set price in [classes.NAME] to count what you pay.")
+        remarks.append(f"Prices: {what}; set price in [classes.NAME] to count your own price.")
     return remarks
 
 
 def _almost_as_fast(plan: Plan, problem: PlanningProblem) -> str:
-    """Sentence about a much cheaper plan whose throughput differs by less than the error of the cost model; empty if
-    none was found. The price and throughput are those before nodes are chosen."""
+    """Returns a sentence about a much cheaper plan whose throughput differs by less than the error of the cost model;
+    empty if none was found. Price and throughput of the cheaper plan are those before nodes are chosen."""
     step, error = plan.step, plan.certificate.held_out_error
     factor = UNFITTED_ERROR if error is None else 1 + error
     best = None

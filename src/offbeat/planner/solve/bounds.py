@@ -1,9 +1,9 @@
 """Lower bounds on the period or the price of every plan by weak duality, for all training gangs at once.
 
-Multipliers (dual prices) put a price on demand (nu per token), on the in-flight cap (lam per trajectory) and on money
-(mu per millionth of a $/h). A replica is then worth nu * its tokens - lam * its trajectories in flight. A node is worth
-at most its accelerators times the best worth per accelerator of any column, less mu * its price. A plan with a given
-gang and a price of at most P exists only if
+Multipliers (dual prices) put a price on demand (nu per token), on the cap on trajectories in flight (lam per
+trajectory) and on money (mu per millionth of a $/h). A replica is then worth nu * its tokens - lam * its trajectories
+in flight. A node is worth at most its accelerators times the best worth per accelerator of any column (replica shape),
+less mu * its price. A plan with a given gang and a price of at most P exists only if
 
     nu * demand <= lam * in-flight cap + mu * (P - price of gang and reward pool)
                    + sum over classes of free nodes * max(0, worth of a node).
@@ -48,8 +48,8 @@ def worth(view: View, tau_s: float | Floats, prices: Multipliers, gangs: Ints) -
 
 
 def excess(view: View, tau_s: float | Floats, prices: Multipliers, budget: int | None, gangs: Ints) -> Floats:
-    """Returns for each gang the worth of the demanded tokens at these dual prices, less the most that plans with this
-    gang can supply. A positive number proves that the gang has no plan at period `tau_s` for at most `budget`
+    """Returns for each gang the worth of the demanded tokens at these dual prices, less an upper bound on what plans
+    with this gang can supply. A positive number proves that the gang has no plan at period `tau_s` for at most `budget`
     (millionths of $/h)."""
     nodes = worth(view, tau_s, prices, gangs)
     supply = (view.free_nodes[gangs] * np.maximum(nodes - prices.mu * view.node_price, 0.0)).sum(axis=1)
@@ -120,8 +120,8 @@ def most_tokens(view: View, tau_s: float, gang: int, budget: int | None) -> tupl
 
 
 def least_price(view: View, tau_s: float, gang: int) -> Multipliers | None:
-    """Solves a linear relaxation that bounds the price of this gang's plans from below. Returns its dual prices, or
-    None if it is infeasible."""
+    """Solves a linear relaxation that bounds the price of this gang's plans from below. Returns the dual prices of the
+    relaxation, or None if it has no solution."""
     rows, room, cost, unit = _relaxation(view, tau_s, gang)
     scale, price = _money(view)
     rows, room = np.vstack([rows, -cost]), np.append(room, -view.demand_tokens / unit)
@@ -134,7 +134,7 @@ def least_price(view: View, tau_s: float, gang: int) -> Multipliers | None:
 
 def least_in_flight(view: View, tau_s: float, gang: int, budget: int) -> tuple[float, Multipliers] | None:
     """Solves a linear relaxation: returns the fewest trajectories in flight with this gang for at most `budget`
-    (millionths of $/h), and the dual prices that prove it; None if the relaxation is infeasible."""
+    (millionths of $/h), and the dual prices that prove it; None if the relaxation has no solution."""
     rows, room, cost, unit = _relaxation(view, tau_s, gang)
     (scale, money), widest = _money(view), float(view.concurrency.max())
     left = (budget - view.fixed_price - view.gang_price[gang]) / scale

@@ -29,10 +29,11 @@ class Certificate:
     price_cap: int | None
     """Millionths of $/h, including the reward pool; None: any price."""
     gap: float
-    """Relative gap between plan and bound: of the price if the user asked for a throughput, otherwise of the period."""
+    """Gap between plan and bound, relative to the bound: in price if the user asked for a throughput, otherwise in
+    period."""
     prices: tuple[Multipliers, ...]
     by_solver: tuple[str, ...]
-    """Names of gangs that only the solver ruled out; no dual prices prove it."""
+    """Names of gangs that only the solver ruled out, without a proof by dual prices."""
     columns_sha256: str
     """`digest` of the planning problem for which this is proven."""
     solver: str
@@ -74,8 +75,8 @@ def certify(view: View, pool: Sequence[Multipliers], tau_lo_s: float, price_cap:
 
 
 def distance(certificate: Certificate, tau_s: float, price_per_h: float, *, is_for_price: bool) -> float:
-    """Relative distance of a plan from its proven lower bound: of its price if `is_for_price`, otherwise of its
-    period."""
+    """Returns how far a plan is above its proven lower bound, as a share of the bound. Compares prices if
+    `is_for_price`, otherwise periods."""
     if not is_for_price:
         return max(tau_s / certificate.tau_lo_s - 1, 0.0)
     least = 0 if certificate.price_cap is None else certificate.price_cap + 1

@@ -20,7 +20,7 @@ from offbeat.planner.problem import Gang, PlanningProblem, RolloutColumn, Soluti
 from offbeat.planner.solve.certificate import OLD, Certificate
 
 Used = list[tuple[RolloutColumn, int]]
-"""Columns of a plan, each with its number of replicas."""
+"""Columns (replica shapes) of a plan, each with its number of replicas."""
 
 
 def check(
@@ -42,7 +42,7 @@ def check(
     ]
     counts = [*solution.replicas.values(), *solution.nodes.values()]
     if unknown or any(type(count) is not int or count < 0 for count in counts):
-        return unknown or ["counts: numbers of replicas and nodes must be whole numbers, 0 or more"]
+        return unknown or ["counts: the plan's numbers of replicas and nodes must be whole numbers, 0 or more"]
     gang, tau = gangs[solution.gang], Fraction(solution.tau_s)
     used = [(columns[name], count) for name, count in solution.replicas.items() if count]
     broken = [
@@ -60,11 +60,11 @@ def check(
 def _gang_row(problem: PlanningProblem, gang: Gang, tau: Fraction) -> list[str]:
     demand, broken = problem.demand, []
     if Fraction(gang.period_s) > tau:
-        broken.append(f"gang: {gang.name} takes {gang.period_s:g} s, more than the period of {float(tau):g} s")
+        broken.append(f"gang: {gang.name} takes {gang.period_s:g} s a step, more than the period of {float(tau):g} s")
     if demand.reward_rate is not None and demand.trajectories > Fraction(demand.reward_rate) * tau:
         rate = f"{demand.reward_rate:g} trajectories/s"
-        wanted = f"score {demand.trajectories} in a period of {float(tau):g} s"
-        broken.append(f"reward: {rate} are too few to {wanted}")
+        wanted = f"{demand.trajectories} trajectories in a period of {float(tau):g} s"
+        broken.append(f"reward: the reward pool scores {rate}, too few for {wanted}")
     return broken
 
 
@@ -90,7 +90,11 @@ def _tokens(problem: PlanningProblem, gang: Gang, tau: Fraction, column: Rollout
 def _token_row(problem: PlanningProblem, gang: Gang, tau: Fraction, used: Used) -> list[str]:
     total = sum((_tokens(problem, gang, tau, column) * count for column, count in used), Fraction(0))
     wanted = Fraction(problem.demand.tokens)
-    return [] if total >= wanted else [f"tokens: {float(total):g} per period, but {float(wanted):g} are needed"]
+    return (
+        []
+        if total >= wanted
+        else [f"tokens: the replicas generate {float(total):g} per period, but {float(wanted):g} are needed"]
+    )
 
 
 def _hardware_rows(problem: PlanningProblem, gang: Gang, solution: Solution, used: Used) -> list[str]:
@@ -108,7 +112,7 @@ def _hardware_rows(problem: PlanningProblem, gang: Gang, solution: Solution, use
             ]
             if not _fits(sorted(sizes, reverse=True), [offer.per_node] * num):
                 nodes = f"{num} nodes of {name}{' that train' if is_home else ''}"
-                broken.append(f"hardware: replicas with {sum(sizes)} accelerators do not fit on {nodes}")
+                broken.append(f"hardware: replicas with {sum(sizes)} accelerators in all do not fit on {nodes}")
     return broken
 
 
@@ -142,7 +146,10 @@ def _in_flight_row(problem: PlanningProblem, used: Used) -> list[str]:
     waiting = Fraction(demand.queue) if demand.bound else Fraction(0)
     if under_way + waiting <= cap:
         return []
-    return [f"in flight: {under_way} trajectories and {float(waiting):g} queued, but only {float(cap):g} are allowed"]
+    return [
+        f"in flight: {under_way} trajectories, and {float(waiting):g} wait for training, but only {float(cap):g} are "
+        "allowed in all"
+    ]
 
 
 def _age_rows(problem: PlanningProblem, gang: Gang, tau: Fraction, used: Used) -> list[str]:
@@ -177,7 +184,9 @@ def _certificate_rows(problem: PlanningProblem, solution: Solution, certificate:
     broken = []
     found = hashlib.sha256(json.dumps({**asdict(problem), **OLD}, sort_keys=True).encode()).hexdigest()
     if found != certificate.columns_sha256:
-        broken.append("certificate: it is for another problem; were the cluster, workload or constants changed?")
+        broken.append(
+            "certificate: it is for another problem; if the cluster, workload or constants were changed, plan again"
+        )
     if certificate.tau_lo_s > solution.tau_s:
         claims = f"it claims that no period is below {certificate.tau_lo_s:g} s"
         broken.append(f"certificate: {claims}, but the plan's is {solution.tau_s:g} s")
@@ -220,16 +229,16 @@ _Place = tuple[str, bool]
 """Name of a class of nodes, and True for its nodes that train (home) or False for nodes rented for rollout."""
 _Worths = dict[_Place, Fraction]
 _Ladders = dict[_Place, tuple[list[Fraction], list[Fraction]]]
-"""For each place, two lists. The first holds the times in which columns (replica shapes) finish a long answer,
-ascending. The second holds, for each of these times, the highest worth of an accelerator in any column at least as
-quick."""
+"""For each place, two lists. The first holds the seconds that columns (replica shapes) need for a long answer,
+ascending. The second holds, for each of these times, the highest worth of an accelerator among the columns that need at
+most this time."""
 
 
 def _ladders(problem: PlanningProblem, gang: Gang, tau: Fraction, nu: Fraction, lam: Fraction) -> _Ladders:
     """Returns the highest worth of an accelerator of each place, by the time allowed for a long answer. `nu` is the
-    price of a token, `lam` the price of a trajectory in flight. With staleness bound 0, columns are left out if with
-    this gang their long answers end too late or their cards have too little memory. With a larger bound, the result is
-    the same for all gangs with the same publishing class."""
+    price of a token, `lam` the price of a trajectory in flight. With staleness bound 0, a column is left out if with
+    this gang its long answers end too late or its cards have too little memory. With a larger bound, the result is the
+    same for all gangs with the same publishing class."""
     values: dict[_Place, list[tuple[Fraction, Fraction]]] = {}
     for column in problem.rollout:
         needed = Fraction(0)
@@ -248,8 +257,8 @@ def _ladders(problem: PlanningProblem, gang: Gang, tau: Fraction, nu: Fraction, 
 
 
 def _worths(problem: PlanningProblem, gang: Gang, tau: Fraction, ladders: _Ladders) -> _Worths:
-    """Returns the highest worth of an accelerator of each place (node class, and whether its nodes train). Only replica
-    shapes that finish a long answer in time with this gang count."""
+    """Returns the highest worth of an accelerator of each place (a class of nodes, and whether they train). Only
+    replica shapes that finish a long answer in time with this gang count."""
     demand = problem.demand
     left = (demand.bound + 1 - Fraction(demand.age_guard)) * tau - Fraction(gang.period_s)
     best = {(name, is_home): Fraction(0) for name in problem.offers for is_home in (False, True)}

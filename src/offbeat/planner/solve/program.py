@@ -55,8 +55,8 @@ def holds(view: View, counts: ColumnCounts, tau_s: float, budget: int | None = N
 
 
 def shortest_s(view: View, counts: ColumnCounts, tau_s: float) -> float:
-    """Shortest period in seconds at which a plan that meets all constraints at `tau_s` still meets them. It is computed
-    in closed form and rounded up."""
+    """Returns the shortest period in seconds at which the plan `counts` meets all constraints, computed in closed form
+    and rounded up. The plan must meet them at `tau_s`, and `tau_s` is returned if no shorter period passes `holds`."""
     s, used = counts.gang, np.flatnonzero(counts.replicas)
     opening_s = view.opening_s(counts)
     opens_s = max(float(view.period[s]), *(float(opening_s[j]) for j in used))
@@ -99,8 +99,8 @@ def quiet_stdout() -> Iterator[None]:
 
 
 TIGHTER = 1e-6
-"""Increase of the demand for tokens if the program is solved a second time, in units of the tokens of one replica. This
-happens if the first plan fails the exact check (`holds`), because the solver allows small violations."""
+"""Increase of the demand for tokens when the program is solved a second time, in units of the tokens of one replica. It
+is solved again if the first plan fails the exact check (`holds`), because the solver allows small violations."""
 
 
 class Aim(StrEnum):
@@ -117,7 +117,7 @@ class Status(StrEnum):
     INFEASIBLE = "infeasible"
     """The solver proved that there is no plan."""
     UNKNOWN = "unknown"
-    """Time ran out, or the solver's answer held only within its tolerance."""
+    """Time ran out, or the solver's plan met the constraints only within its tolerance, not exactly."""
 
 
 @dataclass(frozen=True)
@@ -125,12 +125,12 @@ class SolverOutcome:
     status: Status
     counts: ColumnCounts | None = None
     bound: float | None = None
-    """The solver's bound on every plan, in the unit of the aim: millionths of $/h, tokens or trajectories."""
+    """The solver's bound on the aim over all plans, in the aim's unit: millionths of $/h, tokens or trajectories."""
 
 
 @dataclass(frozen=True)
 class LinearProgram:
-    """Integer program: minimise cost @ x with lower <= rows @ x <= upper and 0 <= x <= most, where all of x are
+    """Integer program: minimise cost @ x with lower <= rows @ x <= upper and 0 <= x <= most, where all entries of x are
     integers."""
 
     cost: Floats
@@ -179,8 +179,8 @@ def solve(
 ) -> SolverOutcome:
     """Returns the best plan by `aim` at this period, with one of `gangs` and for at most `budget` (millionths of $/h,
     including the reward pool; None: any price). `solver` runs once or twice, each time until the relative `gap` is
-    reached or `within_s` seconds have passed. `among` restricts plans to these columns (None: all), which is much
-    faster; status and bound then hold only for such plans."""
+    reached or `within_s` seconds have passed. `among` restricts plans to these columns (replica shapes; None: all),
+    which is much faster; status and bound then hold only for such plans."""
     gangs = [s for s in gangs if view.period[s] <= tau_s]
     if not gangs or (builder := _Builder(view, tau_s, gangs, aim, budget, among)).is_empty:
         return SolverOutcome(Status.INFEASIBLE)
@@ -221,8 +221,8 @@ class _Builder:
             self.unit_price = float(max(view.node_price.max(), 1))
 
     def model(self, margin: float) -> LinearProgram:
-        """Returns the linear program to solve. To make up for the solver's tolerance, the demand for tokens is raised
-        by `margin` times `unit_tokens`."""
+        """Returns the integer program to solve. The demand for tokens is raised by `margin` times `unit_tokens`, to
+        make up for the solver's tolerance."""
         view, size = self.view, self.num_z + self.num_y + self.num_n
         parts: list[tuple[Ints, Ints, Floats]] = []
         lower: list[float] = []

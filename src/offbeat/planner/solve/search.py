@@ -28,8 +28,8 @@ TRIES = 3
 """Number of times that the integer program of one gang is tried if it runs out of time. Each try has a period nearer to
 the gang's lower bound."""
 GUESSES = (0.5, 8.0, 64.0)
-"""Periods at which a gang is tried with its likely columns only, before it is tried with all columns. Each is given as
-its distance above the gang's lower bound, in multiples of the gap."""
+"""Periods at which a gang is tried with its likely columns (replica shapes) only, before it is tried with all columns.
+Each is given as its distance above the gang's lower bound, in multiples of the gap."""
 TIGHT = 1e-5
 """Relative tolerance of linear relaxations: raising a bound by a smaller share counts as no improvement."""
 FRESH_ENOUGH = 0.01
@@ -37,12 +37,12 @@ FRESH_ENOUGH = 0.01
 WITHIN_S, FRESH_WITHIN_S = 5.0, 1.0
 """Time limits in seconds: of an integer program, and of one that only lowers the number of trajectories in flight."""
 SHARES = (1.0, 0.5, 0.25)
-"""Shares of the wanted headroom (surplus over the demand for tokens) that are tried, in this order."""
+"""Shares of `Demand.headroom` (surplus over the demand for tokens) that are tried, in this order."""
 NEARLY = 0.8
-"""A plan that has this share of the wanted headroom (surplus over the demand for tokens) counts as having all of it."""
+"""A plan with at least this share of a headroom (surplus over the demand for tokens) counts as having all of it."""
 HAIR = 1e-12
-"""Relative difference between periods that is too small to matter to users. It lifts a bound just above a period that
-was ruled out."""
+"""Relative difference between periods that is too small to matter to users. A lower bound is raised by this share above
+a period that was ruled out."""
 
 
 @dataclass
@@ -54,15 +54,15 @@ class Search:
     """Relative distance between a plan and the lower bound at which the plan is good enough."""
     solver: Solver
     pool: list[Multipliers] = field(default_factory=list)
-    """Dual prices found so far, from which `certify` takes the proof."""
+    """Dual prices found so far. `certify` takes from them those that prove the bound."""
     last: dict[int, Multipliers] = field(default_factory=dict)
     """Dual prices of each gang's latest linear relaxation."""
 
     def try_gang(
         self, tau_s: float, gang: int, aim: Aim, budget: int | None, guide: Multipliers | None = None
     ) -> SolverOutcome:
-        """Solves the integer program of one gang. With `guide`, only the columns that these dual prices make likely are
-        used."""
+        """Solves the integer program of one training gang. With `guide`, uses only the columns (replica shapes) that
+        these dual prices make likely."""
         # The program's gap adds to the gap between bound and plan. Nothing is proven about trajectories in flight.
         gap, within_s = (FRESH_ENOUGH, FRESH_WITHIN_S) if aim is Aim.IN_FLIGHT else (self.gap / 4, WITHIN_S)
         among = None if guide is None else bounds.likely(self.view, tau_s, guide, gang)
@@ -70,8 +70,8 @@ class Search:
 
 
 def far_s(view: View) -> float:
-    """Returns a period, in seconds, so long that one replica of any column can generate all tokens of a step. A gang
-    without a plan at this period has no plan at all."""
+    """Returns a period, in seconds, so long that one replica of any column (replica shape) can generate all tokens of a
+    step. A training gang without a plan at this period has no plan at all."""
     if not len(view.gangs) or not len(view.columns):
         return 1.0
     alone = view.blocking + view.demand_tokens / view.rate
@@ -158,9 +158,9 @@ def _improve(search: Search, gang: int, cap: int | None, low_s: float, tau_s: fl
 def cheapest_counts(
     search: Search, tau_s: float, cap: int | None, best: ColumnCounts | None
 ) -> tuple[ColumnCounts | None, float]:
-    """Returns the cheapest plan at this period for at most `cap` (None: any price), and a lower bound on the price; the
-    bound is infinite if it is proven that there is no plan. Prices are in millionths of $/h. `best` is a plan already
-    known, if any."""
+    """Returns the cheapest plan at this period for at most `cap` (None: any price), and a lower bound on the price. The
+    bound is infinite if it is proven that there is no plan. Prices are in millionths of $/h. `best` is a plan that was
+    found earlier, if any."""
     view = search.view
     fast = np.flatnonzero(view.period <= tau_s)
     least = np.full(len(view.gangs), np.inf)
@@ -204,8 +204,8 @@ def roomy_counts(
     search: Search, tau_s: float, cap: int, plans: Sequence[ColumnCounts], headroom: float
 ) -> tuple[Search, ColumnCounts] | None:
     """Looks for the cheapest plan with spare capacity at the period `tau_s`. Such a plan generates 1 + `headroom` times
-    the demanded tokens, and leaves long answers that much more time. Only the gangs (cards that train together) of
-    `plans` are tried. Returns a search with the raised demand, and the plan.
+    the demanded tokens, and long answers have more time by the same factor. Only the gangs (cards that train together)
+    of `plans` are tried. Returns a search with the raised demand, and the plan.
 
     If no such plan costs at most `cap` (millionths of $/h), smaller shares of `headroom` are tried, then all shares for
     tokens only, without more time for long answers. If these fail too, the plan of `plans` that has the most spare
@@ -256,7 +256,7 @@ def _roomy_counts(roomy: Search, tau_s: float, cap: int, gang: int) -> ColumnCou
 
 def freshest_counts(search: Search, tau_s: float, counts: ColumnCounts) -> ColumnCounts:
     """Returns a plan with the gang of `counts`, at no higher price, with the fewest trajectories in flight. Returns
-    `counts` itself if no plan with fewer is found in time."""
+    `counts` itself if no plan with fewer trajectories is found in time."""
     view, price = search.view, search.view.price(counts)
     relaxed = bounds.least_in_flight(view, tau_s, counts.gang, price)
     guides = (None,) if relaxed is None else (relaxed[1], None)

@@ -51,7 +51,8 @@ class Lags:
     """One lag per column, by publishing and relaying class; infinite if the relay does not help the column."""
 
     def of(self, root: str, over: Iterable[str] = ()) -> Floats:
-        """Seconds until each column has a version of class `root`, directly or relayed by the best class of `over`."""
+        """Seconds until each column has a version that the class `root` publishes, directly or relayed by the best
+        class of `over`."""
         ways_s = [self.over_s[root, name] for name in over if (root, name) in self.over_s]
         return np.minimum.reduce([self.direct_s[root], *ways_s])
 
@@ -153,8 +154,8 @@ def efficient_gangs(
 
 
 def _lost(columns: Sequence[RolloutColumn], sources: set[Source], relays: frozenset[str]) -> dict[Source, Floats]:
-    """Returns, for each source of versions, the delays in seconds by which sources are compared. These are the blocking
-    times of columns, if they differ between sources, and then all distinct lags."""
+    """Returns, for each source of versions, an array of delays in seconds, by which sources are compared. It holds the
+    blocking times of those columns for which they differ between publishing classes, then all distinct lags."""
     order, roots = list(sources), sorted({root for root, _ in sources})
     blocking = np.array([[one.blocking_s[root] for one in columns] for root in roots]).reshape(len(roots), -1)
     blocking = blocking[:, (blocking != blocking[:1]).any(axis=0)]
@@ -169,7 +170,8 @@ def _lost(columns: Sequence[RolloutColumn], sources: set[Source], relays: frozen
 
 
 ROUNDING = 1e-12
-"""Relative amount added to shortest periods, so that exact arithmetic agrees that a column's answers are in time."""
+"""Share added to shortest periods against rounding, so that exact arithmetic agrees that a column's answers are in
+time."""
 
 
 @dataclass(frozen=True)
@@ -179,24 +181,27 @@ class Windows:
 
     late_s: Floats
     """Array of (1 + relays) x sources x columns: seconds from publication (with bound 0, from the start of training) to
-    the end of a long answer, first without a relay, then through each relaying class. Infinite if a gang leaves a
-    column too little memory."""
+    the end of a long answer. In the first row only the gang's own classes relay versions; in each further row one more
+    class does too. Infinite if a gang leaves a column too little memory."""
     source: Ints
     """Index of each gang's source in `late_s`."""
     trained_s: Floats
-    """Seconds of training of each gang, which are added to `late_s`."""
+    """Seconds of a training step of each gang, which are added to `late_s`; 0 if `late_s` includes them (staleness
+    bound 0) or there is no age window."""
     num_periods: float = 1.0
-    """Number of periods in which a long answer must end, training and transfer of the version included."""
+    """Number of periods within which a version must be trained and transferred and a long answer must end."""
     stretch: float = 1.0
     """Factor on the shortest periods; above 1, long answers must end earlier."""
 
     @cached_property
     def opens_s(self) -> Floats:
-        """Array of gangs x columns: shortest periods in which long answers are in time, if the best class relays."""
+        """Array of gangs x columns: shortest periods in which long answers are in time, if the best class relays
+        versions."""
         return self._periods(self.late_s.min(axis=0)[self.source], self.trained_s)
 
     def ways_s(self, gangs: Ints) -> Floats:
-        """Array of (1 + relays) x gangs x columns: same as `opens_s`, but without a relay, then with each relay."""
+        """Array of (1 + relays) x gangs x columns: shortest periods in which long answers are in time. In the first row
+        only the gang's own classes relay versions; in each further row one more class does too."""
         return self._periods(self.late_s[:, self.source[gangs]], self.trained_s[gangs])
 
     def _periods(self, late_s: Floats, trained_s: Floats) -> Floats:
@@ -230,9 +235,10 @@ def windows(
 
 
 def _taking_turns(gangs: Sequence[Gang], columns: Sequence[RolloutColumn], late_s: Floats | float) -> Windows:
-    """Returns, for staleness bound 0, the seconds until a long answer ends (`late_s`) for each gang and column.
-    Training and generation take turns then, and a gang (cards that train together) keeps its training state meanwhile.
-    Where this leaves a replica of the column too little memory, the entry is infinite, which rules the pair out."""
+    """Returns the `Windows` for staleness bound 0, with `late_s` as the seconds until a long answer ends, for each gang
+    and column. Training and generation take turns then, and a gang (cards that train together) keeps its training state
+    in memory while its cards generate. Where this leaves a replica of the column too little memory, the entry is
+    infinite, which rules the pair out."""
     room = np.array([np.inf if column.room_bytes is None else column.room_bytes for column in columns])
     offers = sorted({column.offer for column in columns})
     kept = np.array([[gang.kept_bytes.get(name, 0.0) for name in offers] for gang in gangs], dtype=float)
@@ -249,20 +255,22 @@ def micros(price: float) -> int:
 
 @dataclass(frozen=True)
 class ColumnCounts:
-    """A plan as indices into the gangs and columns of a view."""
+    """A plan as the index of its gang and the number of replicas of each column (replica shape) of a view."""
 
     gang: int
     replicas: tuple[int, ...]
-    """Number of replicas of each column."""
+    """Number of replicas of each column, in the order of `View.columns`."""
 
 
 @dataclass(frozen=True)
 class View:
-    """A planning problem as arrays over merged classes, rollout columns and gangs."""
+    """A planning problem as arrays over merged classes of nodes, rollout columns (replica shapes) and training
+    gangs."""
 
     problem: PlanningProblem
     offers: tuple[tuple[str, ...], ...]
-    """Names of the offers in each merged class; home classes, which are not merged, come last."""
+    """Names of the offers (classes of nodes) in each merged class, which unites equal classes. Home classes (nodes that
+    train and also run replicas) are not merged and come last."""
     is_home: NDArray[np.bool_]
     columns: tuple[tuple[RolloutColumn, ...], ...]
     """For each column, the equal replica shapes on all offers of its merged class."""
@@ -273,7 +281,7 @@ class View:
     num_nodes: Ints
     node_price: Ints
     group: Ints
-    """Index of each column's merged class; columns are sorted by it."""
+    """Index of each column's merged class; columns are sorted by this index."""
     accelerators: Ints
     concurrency: Ints
     rate: Floats
@@ -285,7 +293,8 @@ class View:
     relays: Ints
     """Indices of the merged classes that may relay versions."""
     gang_nodes: Ints
-    """Array of gangs x classes: nodes that a gang takes; negative for home classes, whose nodes the gang brings."""
+    """Array of gangs x classes: number of nodes that a gang takes; negative for home classes (nodes that train and also
+    run replicas), because the gang brings these nodes."""
     gang_price: Ints
     """Price of each gang's nodes, in millionths of $/h."""
     period: Floats
@@ -352,8 +361,8 @@ class View:
 
 
 def view_of(problem: PlanningProblem) -> View:
-    """Builds the view of a problem. Raises ValueError if names repeat, or if the sizes of replicas and nodes do not
-    divide one another."""
+    """Builds the view of a problem. Raises ValueError if two columns or two gangs have the same name. Also raises it if
+    a replica could be split between nodes: of the sizes of replicas and nodes of a class, each must divide the next."""
     _check(problem)
     roots = sorted({gang.root for gang in problem.gangs})
     rented = {name: efficient(_columns_of(problem, name), roots) for name in problem.offers}
@@ -425,7 +434,7 @@ def restore(view: View, counts: ColumnCounts, tau_s: float) -> Solution:
                     shape = view.columns[j][member].name
                     placed[shape] = placed.get(shape, 0) + int(count)
             start = end
-        assert left == 0, f"bug: the plan uses {left} nodes of {names} more than are on offer"
+        assert left == 0, f"bug: the plan uses {left} more nodes of {names} than are on offer"
     return Solution(tau_s, gang.name, placed, rented)
 
 
@@ -442,8 +451,8 @@ def _check(problem: PlanningProblem) -> None:
             if large % small:
                 all_sizes = ", ".join(map(str, [*sizes, offer.per_node]))
                 raise ValueError(
-                    f"class {name}: a replica could be split between nodes, because {small} accelerators do not divide "
-                    f"{large}; of the sizes of its replicas and nodes ({all_sizes}), each has to divide the next"
+                    f"class {name}: {small} does not divide {large}, so a replica could be split between nodes; of the "
+                    f"accelerators of its replicas and of a node ({all_sizes}), each number must divide the next"
                 )
 
 

@@ -102,7 +102,9 @@ class PacedEngine:
 
     async def load(self, version: Version) -> None:
         if not self.settings.splits_by_version and self._paced.num_requests:
-            raise EngineError(f"engine {self.worker}: cannot load version {version.number} while requests run")
+            raise EngineError(
+                f"engine {self.worker}: cannot load version {version.number} while requests run; abort them first"
+            )
         key = object()
         await self._ask(Load(version.number, key), key)
         self.seconds_still += self.settings.load_s
@@ -138,7 +140,8 @@ class PacedEngine:
             self._sleeping.cancel()
 
     def _now_s(self) -> float:
-        """Returns the clock's time, but at least the time at which the last sleep had to end: a clock may be coarse."""
+        """Returns the clock's time. If a coarse clock is still behind the time at which the last sleep had to end,
+        returns that time instead."""
         return max(self._clock(), self._reached_s)
 
     async def _drive(self) -> None:
@@ -189,7 +192,7 @@ class PacedEngine:
 
 
 Outcome = tuple[object, Generation | None]
-"""Key of a waiting caller, and its generation; None for the caller of a load or an abort."""
+"""Key of a waiting caller and the result for that caller: a generation, or None after a load or an abort."""
 
 
 @dataclass(frozen=True)
@@ -265,11 +268,12 @@ class PacedClock:
         return len(self._rows) + len(self._waiting) + sum(isinstance(c, Submit) for _, c in self._commands)
 
     def command(self, command: Command, now_s: float) -> None:
-        """Queues a command for the end of the current step; call `advance(now_s)` before and after it."""
+        """Queues a command for the end of the current step; call `advance(now_s)` before and after this call."""
         self._commands.append((now_s, command))
 
     def due_s(self) -> float | None:
-        """Returns the time of the next event, if no further command arrives before it; None if no event is due."""
+        """Returns the time of the next event, provided that no further command arrives before then; None if no event is
+        to come."""
         if self._loading is not None:
             return self._loading[0]
         if (step := self._next_step()) is not None:

@@ -1,4 +1,4 @@
-"""Tokens and log-probs of the paced engine: functions of seed and position, the log-probs also of the version.
+"""Tokens and log-probs of the paced engine: tokens depend on seed and position, log-probs also on the version.
 
 Counter-based hashes (splitmix64) give the same values at each position, however an answer is split into requests.
 """
