@@ -96,7 +96,7 @@ class Connection:
         """Generation (number of the trainer's start), sent with each call; 0 before `reconcile` and for other roles."""
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"{url!r}: not the URL of a coordinator, which looks like https://host:port")
+            raise UserError(f"{url!r} is not the URL of a coordinator; give one such as https://host:port")
         self.is_local = is_loopback(parts.hostname)
         if parts.scheme == "http" and not self.is_local and not allow_plain:
             raise UserError(
@@ -138,7 +138,8 @@ class Connection:
             return wire.decode(data, answer)
         except wire.Malformed as error:
             raise OffbeatError(
-                f"{self.url}: its answer cannot be read ({error}); use the coordinator's version of Offbeat"
+                f"{self.url}: the coordinator's answer cannot be read ({error}); use the coordinator's version of "
+                "Offbeat"
             ) from error
 
     async def send(
@@ -413,7 +414,7 @@ async def _read_error(response: aiohttp.ClientResponse) -> tuple[str, str | None
         data += part
         if len(data) > MAX_ERROR_BYTES:
             raise DamagedInTransit(
-                f"the error has more than {MAX_ERROR_BYTES} bytes; a proxy seems to answer for the coordinator"
+                f"the error answer has more than {MAX_ERROR_BYTES} bytes; a proxy seems to answer for the coordinator"
             )
     await _check(response, data)
     try:

@@ -342,8 +342,11 @@ class Coordinator:
                 until_s = min(deadline_s, time.monotonic() + aside_s)
                 if not await self._work.wait(changed, until_s) and until_s == deadline_s:
                     left_s = self.fitness.aside_s(worker)
-                    why = self.fitness.aside().get(worker, "this time has just ended")
-                    return LeaseResponse(ttl_s=ttl_s, idle=f"set aside for another {left_s:.0f} s: {why}")
+                    why = self.fitness.aside().get(worker, "this pause has just ended")
+                    return LeaseResponse(
+                        ttl_s=ttl_s,
+                        idle=f"the coordinator gives this worker no tasks for another {left_s:.0f} s: {why}",
+                    )
                 continue
             self.presence.hear(worker, capacity)
             try:
@@ -368,7 +371,7 @@ class Coordinator:
             return "the trainer has published no weights yet"
         if await self._writer.read(self.ledger.num_leased):
             return "all tasks that may run now are with other workers"
-        return f"enough is generated; the trainer is at step {version.step + 1}"
+        return f"enough answers are generated for now; the trainer is at step {version.step + 1}"
 
     async def _hand_out(
         self, worker: str, capacity: int, have_version: int | None, round_number: int | None
@@ -453,7 +456,8 @@ class Coordinator:
         highest = max((int(segment.tokens.max()) for segment in trajectory.segments), default=0)
         if size is not None and highest >= size:
             raise Refused(
-                f"trajectory of task {trajectory.task}: token id {highest} is not below the vocabulary size {size}"
+                f"trajectory of task {trajectory.task}: token id {highest} is not below the vocabulary size {size} of "
+                "the run's model; let the worker's engine serve this model"
             )
 
     async def fail(self, worker: str, task: int, fence: int, reason: str) -> None:
@@ -562,7 +566,7 @@ class Coordinator:
     async def claim(self, step: int, within_s: float, *, generation: int = 0) -> Batch:
         batch = await self._progress.first(partial(self._try_claim, step, generation), time.monotonic() + within_s)
         if batch is None:
-            aside = "".join(f"; set aside: {why}" for why in self.fitness.aside().values())
+            aside = "".join(f"; a worker gets no tasks for now: {why}" for why in self.fitness.aside().values())
             raise DeadlineError(
                 f"step {step + 1}: no batch within rollout.deadline_s = {within_s:.0f} s; "
                 f"{await self.call(self.ledger.waiting_for)}; {self.rewards.describe_waits()}{aside}"

@@ -103,4 +103,4 @@ class WeightGarbageCollector:
             try:
                 await asyncio.to_thread(collect, self._pieces, needed, opened)
             except (OffbeatError, OSError) as error:
-                log.warning("unneeded weights could not be deleted: %s; the next try is at a later version", error)
+                log.warning("unneeded weights could not be deleted: %s; trying again at a later version", error)

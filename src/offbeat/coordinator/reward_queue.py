@@ -114,7 +114,10 @@ class PendingRewards:
         number = self._number(ticket)
         batch = self._out.get(number)
         if batch is None:
-            raise Fenced(f"reward ticket {ticket} is over: its samples were answered or went to another judge")
+            raise Fenced(
+                f"reward ticket {ticket} is no longer valid: its samples were already answered, or went back to the "
+                "queue"
+            )
         if batch.judge != judge:
             raise Forbidden(f"reward ticket {ticket} was issued to another judge, not to {judge}")
         return batch
@@ -252,7 +255,7 @@ def admissible(sample: Unscored, result: RewardResult) -> RewardResult:
         return RewardResult(error=f"value: the reward {problem}")
     for reward in result.rewards:
         if not -1 <= reward.position < num_tokens:
-            place = f"at position {reward.position} of an answer of {num_tokens} tokens"
+            place = f"at position {reward.position}, outside its answer of {num_tokens} tokens"
             return RewardResult(error=f"value: the reward {reward.name!r} is {place}")
     return result if result.rewards else RewardResult(error="value: the judge sent no reward")
 

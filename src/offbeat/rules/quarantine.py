@@ -69,7 +69,10 @@ class Fitness:
         record.latest.append(task)
         if record.num_failed <= MAX_FAILED:
             return None
-        why = f"{record.num_failed} of the latest {len(record.latest)} tasks of {worker} failed: {reason}"
+        why = (
+            f"{record.num_failed} of the latest {len(record.latest)} tasks of {worker} failed, the last one with: "
+            f"{reason}"
+        )
         self.set_aside(worker, why)
         return why
 

@@ -76,7 +76,7 @@ class WorkerProgress:
                 self._line(f"at work again after {now_s - self._busy_s:.0f} s")
             self._busy_s, self._idle = now_s, None
         elif now_s - self._busy_s >= (IDLE_AFTER_S if worker.why_idle else UNTOLD_S) and not self._is_cut_off():
-            why = worker.why_idle or "its coordinator has given it no task yet"
+            why = worker.why_idle or "the coordinator has given it no task yet"
             silent_s = now_s - self._idle_said_s
             if silent_s >= REMIND_EVERY_S or (why != self._idle and silent_s >= EVERY_S):
                 self._line(f"idle for {now_s - self._busy_s:.0f} s: {why}")

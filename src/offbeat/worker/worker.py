@@ -357,7 +357,8 @@ class Worker:
         num_before = trajectory.num_tokens
         if task.require_version not in (None, self.engine.version):
             raise EngineError(
-                f"task {task.id} requires version {task.require_version}; the engine has {self.engine.version}"
+                f"task {task.id} requires version {task.require_version}, but the engine has version "
+                f"{self.engine.version}"
             )
         while trajectory.num_tokens < trajectory.max_new_tokens:
             if not await self._may_begin(running):
@@ -565,7 +566,7 @@ class VersionFetcher:
             if newest is None or newest.number <= version.number or self._num_failures[version.number] > MAX_FAILURES:
                 raise
             log.warning(
-                "worker %s: version %d is skipped, because version %d has replaced it: %s",
+                "worker %s: version %d could not be fetched or loaded; continuing with the newer version %d: %s",
                 self.worker,
                 version.number,
                 newest.number,
