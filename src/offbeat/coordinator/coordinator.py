@@ -49,7 +49,8 @@ class PartialCounters:
         self._counts["partial_tokens"] += partial.num_tokens
 
     def handed_out(self, tasks: Iterable[Task]) -> None:
-        """Counts prompt and partial of each task that continues a partial: tokens that an engine must prefill again."""
+        """Counts, for each task that continues a partial, the tokens of its prompt and of the partial: an engine must
+        prefill them again."""
         resumed = [len(task.prompt) + task.prefix.num_tokens for task in tasks if task.prefix is not None]
         self._counts["resumed_tokens"] += sum(resumed)
 
@@ -63,7 +64,8 @@ class CurrentRound:
 
     A round is the generation of one batch. It begins with a new weight version, by whose number it is named, and ends
     when the trainer claims the batch. Rounds are read from the ledger, so a restart does not change them. Which workers
-    took part is kept in memory only. `read` runs a read-only ledger call on the writer thread.
+    took part is kept in memory only. `read` runs a read-only ledger call on the writer thread. Once the future
+    `failure` has an error, `is_over` raises this error.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class CurrentRound:
         self._ledger, self._read = ledger, read
         self._changes = Notifier(failure)
         self._took_part: dict[str, tuple[int, int | None]] = {}
-        """For each worker, its last round and the version that it then served."""
+        """For each worker, its last round and the version that it served when it leased tasks of this round."""
 
     def notify(self) -> None:
         """Wakes the callers of `is_over`, because a round may have begun or ended."""
@@ -160,8 +162,9 @@ class StepTimes:
         return bool(self._claimed_s)
 
     def split(self) -> dict[str, float]:
-        """Returns how many seconds the last claimed batch took to generate, and how many more (mostly for rewards)
-        until it was claimed; empty if not known."""
+        """Returns two times of the last claimed batch: `time_generate_s`, from its first lease to its last submission,
+        and `time_reward_s`, from then until its claim, which is mostly spent on rewards. Empty before the first claim.
+        """
         found = self._claimed
         if found.first_lease_s is None or found.last_submit_s is None or found.claimed_s is None:
             return {}
@@ -177,8 +180,9 @@ R = TypeVar("R")
 CALLER_ERRORS = (Conflict, Fenced, Forbidden, Refused, Unknown)
 """Errors caused by the caller and not by the coordinator."""
 FORGET_AFTER_S = 3600.0
-"""Seconds without a call after which a worker is forgotten, but at least twice the lease time, so that its tasks have
-been taken back by then. A worker that returns later is treated as new and loses nothing."""
+"""Seconds without a call after which the coordinator deletes what it remembers of a worker. If twice the lease time is
+longer, it waits for that long, so that the worker's tasks have been taken back by then. A worker that returns later is
+treated as new and loses nothing."""
 FORGET_EVERY_S = 60.0
 REFUSED_EVERY_S = 1.0
 """Seconds between two checks for workers that another process has revoked."""
@@ -189,11 +193,11 @@ class Activity:
     """Snapshot of what a run is doing, for the console."""
 
     num_answers: int
-    """Number of answers, with or without a reward, for the next batch."""
+    """Number of answers that are stored for the next batch, with or without a reward; at most `num_wanted`."""
     num_wanted: int
-    """Number of answers of a whole batch."""
+    """Number of answers in a complete batch."""
     num_eval_answers: int
-    """Number of answers of the evaluation in progress."""
+    """Number of answers that are stored for the evaluation in progress."""
     num_eval_wanted: int
     """Number of answers that the evaluation in progress needs in all; 0: none is in progress."""
     num_workers: int
@@ -210,8 +214,8 @@ class CoordinatorSettings:
     overlap: bool = False
     """Whether workers keep generating while the trainer trains."""
     over_provision: float | Literal["auto"] = 1.0
-    """Over-provision factor. "auto" chooses it during the run: with overlap by the trainer's idle time, otherwise by
-    the measured speed of rounds."""
+    """Over-provision factor. With "auto", the coordinator chooses it during the run: if `overlap`, by the trainer's idle
+    time, otherwise by the measured speed of rounds."""
     max_new_tokens: int = 1
     lease_ttl_s: float = 60.0
     keep: MaintenanceSettings = field(default_factory=MaintenanceSettings)
@@ -238,7 +242,7 @@ class Coordinator:
         self._groups_per_step: int = ledger.terms.groups_per_step
         self._in_order = ledger.terms.max_staleness == 0
         """Whether max_staleness is 0. If so, training tasks require the version of their step, and a batch takes groups
-        by ordinal."""
+        in the order in which they were drawn."""
 
         self._background = BackgroundTasks()
         failure = self._background.failure
@@ -597,8 +601,8 @@ class Coordinator:
 
     def step_figures(self) -> dict[str, float]:
         """Returns figures for a step's metrics row: the counts of partials since the last call, and the over-provision
-        factor. If the run may have several workers, adds how many are present and how many of these had no task.
-        Restarts the counts."""
+        factor. If the run may have several workers, adds how many are present and how many of these had no task since
+        the last call."""
         figures = {**self._partials.take(), **self._provisioning.figures()}
         if not self.only_worker:
             busy = self._worked | {lease.worker for lease in self.lease_manager.leases.all()}
@@ -625,7 +629,8 @@ class Coordinator:
         await self._announce(version)
 
     async def _quarantine(self, tasks: Sequence[int]) -> None:
-        """Quarantines each worker with an audited segment in `tasks` if its latest audits show wrong log-probs."""
+        """Quarantines each worker that sampled an audited segment of `tasks`, if the worker's latest audits show wrong
+        log-probs."""
         for worker, found in (await self.call(self.ledger.audit_results, tasks)).items():
             if is_believable(found):
                 continue
@@ -657,16 +662,17 @@ class Coordinator:
         await asyncio.shield(self._background.failure)
 
     def end(self, interrupted: str = "") -> None:
-        """Ends the run: waiting and later calls for tasks, samples or new versions are told that the run is over.
-        `interrupted` tells them how it ended before its last step (see `LeaseResponse`); "": it has finished."""
+        """Ends the run: the answer to every waiting or later call for tasks, samples or new versions says that the run
+        is over. `interrupted` says how the run ended before its last step, such as "stopped at step 3 of 12"; "": it
+        has finished."""
         self._is_over, self._interrupted = True, interrupted
         self.rewards.end(interrupted)
         self._notify_all()
         self._versions.notify()
 
     async def report(self, row: Mapping[str, Any], *, generation: int = 0) -> None:
-        """Passes the trainer's `row`, an event or a step's metrics, to `on_report`; adds the coordinator's figures to
-        metrics. An error in `on_report` ends the run: otherwise a remote trainer would retry for ever, unnoticed.
+        """Passes the trainer's `row`, an event or a step's metrics, to `on_report`. Adds the coordinator's figures to a
+        step's metrics. An error in `on_report` ends the run: otherwise a remote trainer would retry for ever, unnoticed.
         Raises `RunStopped` if `generation`, the number of the trainer's start, is not the latest."""
         await self._share(self.ledger.check_generation, generation)
         if "event" not in row:

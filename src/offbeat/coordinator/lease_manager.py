@@ -26,7 +26,8 @@ from offbeat.trajectory import Origin, Task, Trajectory
 class Presence:
     """The workers that have called and not left, each with its slots (tasks it can hold), latest metrics and life.
 
-    A life is the id of a worker's process: a worker that was killed and restarted has a new life and lost its tasks.
+    A life is the id of a worker's process: a worker that was killed and restarted has a new life, and has lost its
+    tasks.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -90,7 +91,7 @@ OTHERS_WITHIN_S = 60.0
 heartbeats, but asks for tasks several times within this time."""
 
 MIN_SUSPECTS = 256
-"""Once this many suspects (tasks whose worker vanished) are remembered, those of them that have ended are forgotten."""
+"""Number of remembered suspects (tasks whose worker vanished) from which on suspects that have ended are forgotten."""
 
 
 class LeaseManager:
@@ -151,7 +152,8 @@ class LeaseManager:
 
     async def heartbeat(self, worker: str, held: Sequence[tuple[int, int]], life: str) -> Heartbeat:
         """Renews the worker's leases `held`, pairs of task and fence (lease number). A new `life` means that the worker
-        restarted: its other leases then count as lost. Returns the tasks in `held` that it no longer holds."""
+        restarted: its other leases then count as lost. The answer names the tasks in `held` that the worker no longer
+        holds."""
         if self._presence.has_restarted(worker, life):
             self.pace.forget(worker)
             self._on_restart(worker)
