@@ -40,7 +40,7 @@ ZSTD = "zstd"
 CONTENT_DIGEST = "Content-Digest"
 """Header with the digest of the body as sent."""
 DAMAGED = "Damaged"
-"""Value of an error answer's `kind` which says that the call's body was damaged in transit; the caller retries."""
+"""`kind` of an error answer to a call whose body was damaged in transit; the caller sends it again."""
 GENERATION = "Offbeat-Generation"
 """Header with the generation of the calling trainer (number of its start); see `offbeat.ledger.batches`."""
 

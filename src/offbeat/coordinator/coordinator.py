@@ -64,8 +64,8 @@ class CurrentRound:
 
     A round is the generation of one batch. It begins with a new weight version, by whose number it is named, and ends
     when the trainer claims the batch. Rounds are read from the ledger, so a restart does not change them. Which workers
-    took part is kept in memory only. `read` runs a read-only ledger call on the writer thread. Once the future
-    `failure` has an error, `is_over` raises this error.
+    took part is kept in memory only. `read` runs a read-only ledger call on the writer thread. An error in the future
+    `failure` ends all waits of `is_over`, which then raises this error.
     """
 
     def __init__(
@@ -162,8 +162,8 @@ class StepTimes:
         return bool(self._claimed_s)
 
     def split(self) -> dict[str, float]:
-        """Returns two times of the last claimed batch: `time_generate_s`, from its first lease to its last submission,
-        and `time_reward_s`, from then until its claim, which is mostly spent on rewards. Empty before the first claim.
+        """Returns two times of the last claimed batch: `time_generate_s`, from the start of its generation to the last
+        submission, and `time_reward_s`, from then until its claim, mostly spent on rewards. Empty if they are unknown.
         """
         found = self._claimed
         if found.first_lease_s is None or found.last_submit_s is None or found.claimed_s is None:
@@ -214,8 +214,8 @@ class CoordinatorSettings:
     overlap: bool = False
     """Whether workers keep generating while the trainer trains."""
     over_provision: float | Literal["auto"] = 1.0
-    """Over-provision factor. With "auto", the coordinator chooses it during the run: if `overlap`, by the trainer's idle
-    time, otherwise by the measured speed of rounds."""
+    """Over-provision factor. With "auto", the coordinator chooses it during the run: with `overlap` by the trainer's
+    idle time, otherwise by the measured speed of rounds."""
     max_new_tokens: int = 1
     lease_ttl_s: float = 60.0
     keep: MaintenanceSettings = field(default_factory=MaintenanceSettings)
@@ -672,8 +672,8 @@ class Coordinator:
 
     async def report(self, row: Mapping[str, Any], *, generation: int = 0) -> None:
         """Passes the trainer's `row`, an event or a step's metrics, to `on_report`. Adds the coordinator's figures to a
-        step's metrics. An error in `on_report` ends the run: otherwise a remote trainer would retry for ever, unnoticed.
-        Raises `RunStopped` if `generation`, the number of the trainer's start, is not the latest."""
+        step's metrics. An error in `on_report` ends the run: otherwise a remote trainer would retry for ever,
+        unnoticed. Raises `RunStopped` if a trainer with a later `generation` has taken over."""
         await self._share(self.ledger.check_generation, generation)
         if "event" not in row:
             row = {**row, "failures": self.rewards.scorer.num_failed, **self.step_figures(), **self.times.split()}

@@ -91,7 +91,7 @@ OTHERS_WITHIN_S = 60.0
 heartbeats, but asks for tasks several times within this time."""
 
 MIN_SUSPECTS = 256
-"""Number of remembered suspects (tasks whose worker vanished) from which on suspects that have ended are forgotten."""
+"""Smallest number of remembered suspects (tasks whose worker vanished) at which those that have ended are forgotten."""
 
 
 class LeaseManager:

@@ -186,8 +186,8 @@ class Scorer:
         untried: Collection[str] = (),
     ):
         """`decode` turns the token ids of answers into texts. `watch` counts successes and failures. `log_path` is the
-        log file that errors name. `untried` are names of reward parts that have a weight in the configuration, and that
-        were not checked by a trial of the reward function; `take_unseen` returns those that never occur."""
+        log file that errors name. `untried` are the names of reward parts that have a weight in the configuration, if
+        no trial has checked that they occur; `take_unseen` returns those that no reward contains."""
         self.decode, self.watch, self.log_path, self.shaping = decode, watch, log_path, shaping or Shaping()
         self.num_failed = 0
         self._unseen, self._has_seen_some = set(untried), False

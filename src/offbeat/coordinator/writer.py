@@ -24,7 +24,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 MAX_SHARED = 256
-"""Largest number of submissions in one transaction, and also of other calls: later calls wait for the transaction."""
+"""One transaction has at most this many submissions and this many other calls, because later calls wait for it."""
 
 
 class _Call:

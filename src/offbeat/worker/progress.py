@@ -19,8 +19,8 @@ EVERY_S = 30.0
 IDLE_AFTER_S = 5.0
 """Seconds without a task until a worker is called idle; short waits between two steps are normal."""
 UNTOLD_S = 15.0
-"""Seconds without a task until a worker is called idle if the coordinator has not yet said why there is no task. They
-are more than `IDLE_AFTER_S`, because one call for tasks takes up to 5 seconds."""
+"""Seconds without a task until a worker is called idle if the coordinator has not yet said why there is no task; more
+than `IDLE_AFTER_S`, because one call for tasks takes up to 5 seconds."""
 REMIND_EVERY_S = 300.0
 """Seconds after which an idle worker says again that it is idle."""
 
@@ -42,7 +42,7 @@ class WorkerProgress:
         self._is_cut_off, self._clock = is_cut_off, clock
         self._start_s = self._figures_s = self._busy_s = clock()
         self._num_answers = self._num_tokens = 0
-        """Totals of all workers that were watched, including the current one."""
+        """Answers and tokens of all workers that were watched, including the current one."""
         self._last = (0, 0)
         self._version: int | None = None
         self._idle: str | None = None

@@ -63,7 +63,8 @@ BEATS_PER_TTL = 3
 LOAD_WITHIN_S = 60.0
 """Longest time that an unfinished load may delay the end of the worker; only a hung device takes longer."""
 VERSION_WITHIN_S = 60.0
-"""Longest time that an unfinished answer waits for a version that may continue it; then it is handed back."""
+"""Longest time that an unfinished answer waits for a version that may continue it; after that, the answer is handed
+back."""
 DRAIN_WITHIN_S = 60.0
 """Longest time that a leaving worker takes to hand back its tasks and have its last trajectories acknowledged."""
 
@@ -95,23 +96,23 @@ class Worker:
         """Running tasks by task id and fence. If a lease was lost, the same task may be leased again, with a new fence,
         before this worker learns of the loss."""
         self._fences: dict[int, int] = {}
-        """Fence with which each running task was last begun."""
+        """By task id: the fence of the lease under which this worker last began the task."""
         self._changes = Notifier()
         self._outbox = Outbox(name, client, spool, self._changes)
         self._versions, self._rounds = VersionFetcher(name, client), TaskRounds(client, self._changes)
         self._switch = asyncio.Lock()
-        """Lock, held from a lease call until its tasks have started, and during a load."""
+        """Lock that is held from a lease call until the leased tasks have started, and also during a load."""
         self._is_reloading = False
         self._ttl_s = FIRST_TTL_S
         self._draining, self._over = asyncio.Event(), asyncio.Event()
         self._drain_within_s = DRAIN_WITHIN_S
         self._over.set()
         self.run_over: RunOver | None = None
-        """Error by which this worker learned that the run is over; None: it has not learned so."""
+        """Error with which the coordinator told this worker that the run is over; None until then."""
         self.num_answers = self.num_tokens = 0
-        """Answers that were finished here, and tokens that were sampled here."""
+        """Number of answers that this worker has finished, and number of tokens that it has sampled."""
         self.why_idle = ""
-        """Why the latest lease call gave no task, in words for a person; "": it gave one, or no reason is known."""
+        """Why the latest lease call gave no task, in words for a person; "": it gave a task, or no reason is known."""
 
     @property
     def has_unsent(self) -> bool:
@@ -525,8 +526,8 @@ class TaskRounds:
 
 
 MAX_FAILURES = 4
-"""Failures to fetch or load one version that are tolerated if a newer version exists. Two loops call, and each may fail
-once before the newer version is published, and once more before it learns of that version."""
+"""Number of failures to fetch or load one version that are tolerated if a newer version exists. Two loops load
+versions. Each may fail once before the newer version is published, and once more before it learns of that version."""
 
 
 class VersionFetcher:
@@ -575,7 +576,7 @@ class VersionFetcher:
 
 
 class WorkerMetrics:
-    """Costs of new versions, in seconds and bytes, since the worker's start, named as in the coordinator's metrics."""
+    """Costs of new versions since the worker's start: seconds and bytes, named as in the coordinator's metrics."""
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
@@ -585,7 +586,8 @@ class WorkerMetrics:
         self._sums: dict[str, float] = defaultdict(float)
 
     def follow(self, engine: Engine) -> None:
-        """From now on, counts the seconds for which loads stop `engine`; those of the previous engine stay counted."""
+        """From now on, counts the seconds for which `engine` stands still during loads. Those of the previous engine
+        stay in the total."""
         self._sums["still_s"] = self._still_s
         self._engine = engine
 
