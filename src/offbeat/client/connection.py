@@ -94,7 +94,8 @@ class Connection:
     ):
         self.url, self.secret, self.patience_s = url.rstrip("/"), secret, patience_s
         self.generation = 0
-        """Generation (number of the trainer's start), sent with each call; 0 before `reconcile` and for other roles."""
+        """Generation: the number that a trainer gets from `reconcile` and sends with each later call. 0 before that,
+        and for other roles."""
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(f"{url!r} is not the URL of a coordinator; give one such as https://host:port")
