@@ -236,7 +236,8 @@ class Depth:
         self._patience, self._num_calm, self._is_trial = FIRST_PATIENCE, 0, False
 
     def trained(self, still_s: float, step_s: float) -> None:
-        """Records a step of `step_s` seconds, of which the trainer waited `still_s` for its batch."""
+        """Records a step that took `step_s` seconds, including `still_s` seconds in which the trainer waited for its
+        batch."""
         if still_s > MAX_STILL * step_s:
             if self._is_trial:
                 self._patience = min(2 * self._patience, MAX_PATIENCE)
@@ -270,7 +271,8 @@ class Provisioning:
         workers together can generate `num_slots` answers at once."""
 
     def trained(self, still_s: float, step_s: float) -> None:
-        """Called after a step of `step_s` seconds, of which the trainer waited `still_s` for its batch."""
+        """Called after a step that took `step_s` seconds, including `still_s` seconds in which the trainer waited for
+        its batch."""
 
     def figures(self) -> dict[str, float]:
         """Returns figures to add to the metrics row of a training step."""

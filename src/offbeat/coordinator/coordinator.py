@@ -317,7 +317,7 @@ class Coordinator:
         return self.presence.present(max(self.settings.lease_ttl_s, PRESENT_S))
 
     async def start(self, *, keep_leases: bool = False) -> None:
-        """Starts the background tasks, one of which scores the trajectories that still wait for a reward. With
+        """Starts the background tasks, such as the scoring of trajectories that still wait for a reward. With
         `keep_leases`, renews all stored leases, because remote workers survive a restart; otherwise releases them."""
         await self.lease_manager.start(keep_leases=keep_leases)
         self.rewards.start(self.ledger, self._share, self._background, self._progress, self._notify_workers)

@@ -35,10 +35,10 @@ class Presence:
         self._heard: dict[str, float] = {}
         """Time of each worker's last call. Contains every worker of the other maps."""
         self._slots: dict[str, int] = {}
-        """Number of tasks that each worker can hold, which is the most that it ever asked for."""
+        """Number of tasks that each worker can hold: the most that it has asked for in one call."""
         self._lives: dict[str, str] = {}
         self.figures: dict[str, Mapping[str, float]] = {}
-        """Latest figures that each worker reported, which are totals since its process started."""
+        """Latest figures that each worker reported: totals since its process started, by name."""
 
     def has_restarted(self, worker: str, life: str) -> bool:
         """Records a call of a worker's process `life`; returns whether an earlier call came from another process."""
@@ -165,8 +165,8 @@ class LeaseManager:
         return Heartbeat(lost=tuple(task for task, _ in held if task not in known))
 
     async def give_back(self, worker: str, leases: Sequence[tuple[int, int]]) -> bool:
-        """Frees tasks of which the worker sampled no token, given as pairs of task and fence (lease number); returns
-        whether the worker still held any of them."""
+        """Frees tasks for which the worker has sampled no token. `leases` are pairs of task and fence (lease number).
+        Returns whether the worker still held any of them."""
         held = [Lease(task, fence, worker) for task, fence in leases]
         self.leases.end(lease.task for lease in held if self.leases.is_held(lease))
         return bool(await self._share(self.ledger.give_back, held, untouched=True))

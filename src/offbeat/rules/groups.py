@@ -84,8 +84,9 @@ def trained_staleness(token_step: int | None, step: int, max_staleness: int) -> 
 def select(
     candidates: Iterable[Candidate], step: int, count: int, max_staleness: int, *, in_order: bool = True
 ) -> Selection:
-    """Selects `count` groups to train on at `step`: by ordinal if `in_order`, else those begun longest ago. Takes none
-    while too few are ready or the batch must wait for an unfinished group. Also names the groups to drop as stale."""
+    """Selects `count` groups to train on at `step`: those drawn first if `in_order`, else those begun with the oldest
+    versions. Takes none while too few groups are ready, or while the batch must wait for an unfinished group. Also
+    names the groups to drop as stale."""
     queue: list[Candidate] = []
     stale: list[int] = []
     for candidate in sorted(candidates, key=attrgetter("ordinal", "group") if in_order else _by_age):
@@ -209,7 +210,7 @@ def settle(size: int, num_scored: int, num_failed: int, min_group: int) -> Group
 
 
 def settle_ready(spread: float, num_before: int, max_no_signal: float) -> GroupVerdict:
-    """Returns whether a ready group stays in training (`READY`) or is dropped for equal rewards (`NO_SIGNAL`).
+    """Returns `READY` if a ready group may be trained on, `NO_SIGNAL` if it is dropped because its rewards are equal.
 
     `spread` is the group's highest reward minus its lowest. A group with equal rewards is dropped only if `num_before`
     is below `max_no_signal`. If the group may be sampled from any version, `num_before` is the number of groups that

@@ -252,8 +252,8 @@ def _allowed(suspects: Mapping[int, int], num_slots: int, num_losses: int) -> in
 
 
 def culprit(lost: Mapping[int, int]) -> int | None:
-    """Returns which of a vanished worker's tasks is to blame: the one that was lost most often before; None if several
-    tasks share the largest number. `lost` maps each of the worker's tasks to its number of earlier losses."""
+    """Returns the task to blame for a worker that vanished: the worker's task that was lost most often before; None if
+    several tasks share the largest number. `lost` maps each of the worker's tasks to its number of earlier losses."""
     most = max(lost.values(), default=0)
     suspects = [task for task, losses in lost.items() if losses == most]
     return suspects[0] if len(suspects) == 1 else None

@@ -13,11 +13,10 @@ from collections import deque
 from dataclasses import dataclass
 
 MIN_GAIN = 0.03
-"""Smallest relative gain in tokens per second, compared with factor 1, for which training on older tokens is worth it.
-"""
+"""Smallest relative gain in tokens per second over factor 1 for which training on older tokens is worth it."""
 NUM_TRIED, NUM_KEPT = 5, 16
-"""Number of rounds in which another factor is tried, and number of latest rounds over which the speed of the factor in
-use is averaged."""
+"""Number of rounds in which another factor is tried, and largest number of latest rounds over which the speed of the
+factor in use is averaged."""
 FIRST_PATIENCE = 32
 """Number of measured rounds before the other factor is tried. It quadruples with every trial: a trial costs time, and
 answer lengths change slowly."""

@@ -111,8 +111,7 @@ FLEET_MARGIN = 8.0
 other workers' slowest paces. With a larger value, the other workers would wait too long for its tasks. Most answers
 are far shorter than the longest, so even a much slower machine has time for its first answer."""
 MIN_FLEET_ANSWERS = 16
-"""Number of answers that the other workers must have given before a worker without an answer is judged by their pace.
-"""
+"""Number of answers that other workers must have given before a worker without an answer is judged by their pace."""
 MAX_ENDED = 64
 """Once more leases are remembered than twice the current ones plus this number, those that have ended are forgotten."""
 

@@ -42,7 +42,7 @@ class WorkerProgress:
         self._is_cut_off, self._clock = is_cut_off, clock
         self._start_s = self._figures_s = self._busy_s = clock()
         self._num_answers = self._num_tokens = 0
-        """Answers and tokens of all workers that were watched, including the current one."""
+        """Numbers of answers and tokens of all workers that were watched, including the current one."""
         self._last = (0, 0)
         self._version: int | None = None
         self._idle: str | None = None

@@ -108,7 +108,7 @@ class Worker:
         self._drain_within_s = DRAIN_WITHIN_S
         self._over.set()
         self.run_over: RunOver | None = None
-        """Error with which the coordinator told this worker that the run is over; None until then."""
+        """Error that says how the run ended; None while the coordinator has not told this worker of the end."""
         self.num_answers = self.num_tokens = 0
         """Number of answers that this worker has finished, and number of tokens that it has sampled."""
         self.why_idle = ""
@@ -301,7 +301,8 @@ class Worker:
                         await self._load(here)
 
     async def _take(self, version: Version) -> None:
-        """Loads a version that a lease asked for. The caller must hold `_switch`: no task may be leased meanwhile."""
+        """Fetches and loads the version that a lease response names. The caller must hold `_switch`: no task may be
+        leased meanwhile."""
         self.why_idle = f"version {version.number} is being fetched and loaded"
         async with self._versions.unless_replaced(version, self.engine.version):
             await self._load_when_it_may(await self._versions.fetch(version))
