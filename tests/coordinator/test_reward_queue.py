@@ -157,7 +157,7 @@ def test_what_a_judge_held_when_it_left_another_gets_at_once(tmp_path):
         (RewardResult(1e200, rewards=(Reward(1.0), Reward(1e200, "b"))), "'b' is 1e\\+200"),
         (RewardResult(-1.5e6, rewards=(Reward(-1.5e6),)), "'reward' is -1500000.0"),
         (RewardResult(0.0, rewards=()), "sent no reward"),
-        (RewardResult(1.0, rewards=(Reward(1.0, position=2),)), "at position 2 of an answer of 2 tokens"),
+        (RewardResult(1.0, rewards=(Reward(1.0, position=2),)), "at position 2, outside its answer of 2 tokens"),
     ],
 )
 def test_a_result_that_is_no_reward_fails_its_sample_alone_and_is_never_a_value(tmp_path, told, why):

@@ -78,7 +78,7 @@ def test_a_name_that_leads_out_of_the_workers_folder_is_not_believed(tmp_path, f
         async with Coordinator(welcome(told(), **{field: name})) as url, joined(invited(tmp_path, url), []):
             raise AssertionError("it joined")
 
-    with pytest.raises(OffbeatError, match=rf"its answer cannot be read .*\$\.{field}"):
+    with pytest.raises(OffbeatError, match=rf"the coordinator's answer cannot be read .*\$\.{field}"):
         asyncio.run(run())
     kept = {file.name for file in tmp_path.iterdir()}
     assert kept <= {"token", "rollout-joining.key"}, "nothing was kept of it"
@@ -103,7 +103,7 @@ def test_a_file_of_weights_has_a_name_within_its_folder(tmp_path, name):
             finally:
                 await connection.close()
 
-    with pytest.raises(OffbeatError, match="its answer cannot be read"):
+    with pytest.raises(OffbeatError, match="the coordinator's answer cannot be read"):
         asyncio.run(run())
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 

@@ -74,7 +74,7 @@ def test_a_reward_may_say_where_it_was_earned_and_nowhere_else(tmp_path):
     for look, num_tokens in looks:
         if num_tokens > 3:
             assert look.error == (
-                f"value: the reward 'ended' is at position {num_tokens} of an answer of {num_tokens} tokens"
+                f"value: the reward 'ended' is at position {num_tokens}, outside its answer of {num_tokens} tokens"
             )
         else:
             assert [(part.position, part.name) for part in look.rewards] == [(0, "begun"), (-1, "ended")]

@@ -69,7 +69,7 @@ def test_a_suspect_that_answers_with_what_was_loaded_is_healthy_again():
 def test_whoever_answers_with_another_label_is_stale_and_both_labels_are_named(state):
     health, _ = server(state)
     assert health.answered("default") is STALE
-    assert health.why == "it serves weights called 'default', but '7' was loaded"
+    assert health.why == "it serves weights labelled 'default', but the worker loaded weights labelled '7'"
 
 
 def test_a_suspect_is_dead_once_it_has_failed_for_so_long_and_not_before():

@@ -13,7 +13,7 @@ def test_a_worker_that_fails_one_task_after_the_other_is_set_aside_with_the_reas
     fitness = Fitness(lambda: 0.0)
     *before, last = failing(fitness, "broken", range(MAX_FAILED + 1))
     assert before == [None] * MAX_FAILED
-    assert last == "8 of the latest 8 tasks of broken failed: CUDA error"
+    assert last == "8 of the latest 8 tasks of broken failed, the last one with: CUDA error"
     assert fitness.aside() == {"broken": last}
     assert (fitness.aside_s("broken"), fitness.aside_s("other")) == (ASIDE_S, 0.0)
 

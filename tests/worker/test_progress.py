@@ -52,7 +52,7 @@ def test_a_worker_names_its_version_its_rate_now_and_again_and_what_it_made(vers
 def test_an_idle_worker_says_why_not_too_often_and_when_it_is_at_work_again(versions):
     async def script(desk: Desk) -> None:
         desk.publish(versions[1])
-        desk.why_idle = "enough is generated; the trainer is at step 3"
+        desk.why_idle = "enough answers are generated for now; the trainer is at step 3"
         await asyncio.sleep(IDLE_AFTER_S + 20)
         for number in range(1, 4):  # short tasks, with idle times between them
             desk.add(a_task(number, 3))
@@ -61,7 +61,7 @@ def test_an_idle_worker_says_why_not_too_often_and_when_it_is_at_work_again(vers
     lines = said_by(script)
     idle = [line for line in lines if line.startswith("idle")]
     assert len(idle) == 2, "of four times, within a minute"
-    assert all(line.endswith("s: enough is generated; the trainer is at step 3") for line in idle)
+    assert all(line.endswith("s: enough answers are generated for now; the trainer is at step 3") for line in idle)
     assert lines[lines.index(idle[0]) + 1].startswith("at work again after 2")
 
 

@@ -114,7 +114,8 @@ def test_answers_that_came_too_late_are_told_in_one_line_and_not_one_by_one(tmp_
     with caplog.at_level(logging.WARNING):
         asyncio.run(resend())
     (told,) = caplog.messages
-    assert told == "worker w: 2 answers came too late: meanwhile, the task was given to another worker or has ended"
+    why = "the coordinator discards an answer if its task was given to another worker or has ended"
+    assert told == f"worker w: 2 answers came too late: {why}"
     assert spool.left() == []
 
 

@@ -42,8 +42,8 @@ ERRORS: dict[int, type[OffbeatError]] = {
 }
 BROKEN = (aiohttp.ClientError, TimeoutError, OSError)
 AGAIN = (408, 429)
-"""HTTP statuses after which a call is retried, besides 5xx. After 504 it is not: with 504, the coordinator says that a
-deadline of its own has passed."""
+"""HTTP statuses below 500 after which a call is retried. From 500 on, all are retried except 504, with which the
+coordinator says that a deadline of its own has passed."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 15.0
 MAX_RETRY_AFTER_S = 60.0
 """Longest Retry-After, in seconds, that is obeyed, because the sender may not be a coordinator."""
@@ -52,7 +52,7 @@ OUTAGE_AFTER_S = 5.0
 MAX_SILENT_S = 600.0
 """Longest time between two warnings of one outage; the first warnings follow each other sooner."""
 WORTH_A_WARNING_S = 60.0
-"""Seconds of waiting after which the retries of a single call are logged as warnings although other calls succeed."""
+"""Seconds after which the retries of one call are logged as warnings even if other calls succeed meanwhile."""
 TLS_WITHIN_S = 5.0
 """Seconds to wait for an answer when the client, after a failed call, checks whether the coordinator speaks TLS, and
 with which certificate."""
@@ -61,12 +61,13 @@ WRONG_NAME = (62, 64)
 REQUEST_WITHIN_S = 60.0
 """Seconds within which a call must be answered, in addition to the time for which it asks the coordinator to wait."""
 STREAM_WITHIN_S = 3600.0
-"""Longest duration of a request that transfers a file or piece. Another request then continues the download where it
-stopped, or repeats the upload."""
+"""Longest duration, in seconds, of a request that transfers a file or piece. After that, another request continues the
+download where it stopped, or repeats the upload."""
 SILENCE_S = 60.0
 MAX_CONNECTIONS = 64
 IDLE_S = 30.0
-"""Idle seconds until a connection is closed; fewer than the server's, so that no call uses a closing connection."""
+"""Idle seconds until a connection is closed; fewer than the coordinator waits, so that no call uses a connection that
+the coordinator is closing."""
 COMPRESS_FROM_BYTES = 1024
 MAX_ANSWER_BYTES = 16 * 1024**3
 """Largest decompressed answer; generous, because the coordinator is trusted and a batch may be large."""
@@ -93,10 +94,11 @@ class Connection:
     ):
         self.url, self.secret, self.patience_s = url.rstrip("/"), secret, patience_s
         self.generation = 0
-        """Generation (number of the trainer's start), sent with each call; 0 before `reconcile` and for other roles."""
+        """Generation: the number that a trainer gets from `reconcile` and sends with each later call. 0 before that,
+        and for other roles."""
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"{url!r}: not the URL of a coordinator, which looks like https://host:port")
+            raise UserError(f"{url!r} is not the URL of a coordinator; give one such as https://host:port")
         self.is_local = is_loopback(parts.hostname)
         if parts.scheme == "http" and not self.is_local and not allow_plain:
             raise UserError(
@@ -138,7 +140,8 @@ class Connection:
             return wire.decode(data, answer)
         except wire.Malformed as error:
             raise OffbeatError(
-                f"{self.url}: its answer cannot be read ({error}); use the coordinator's version of Offbeat"
+                f"{self.url}: the coordinator's answer cannot be read ({error}); use the coordinator's version of "
+                "Offbeat"
             ) from error
 
     async def send(
@@ -236,8 +239,8 @@ class Connection:
         )
 
     async def _refuse_other_scheme(self, error: BaseException) -> None:
-        """Raises `UserError` if the URL says http and the coordinator speaks TLS, or the other way round; `error` is
-        how a call failed. Asks the coordinator once."""
+        """Raises `UserError` if the URL says http and the coordinator speaks TLS, or the other way round. `error` is
+        what a failed call has raised. The coordinator is asked only once per connection."""
         is_https = self.url.startswith("https:")
         if self._has_tried_other_scheme or (is_https and not isinstance(error, aiohttp.ClientConnectorSSLError)):
             return
@@ -342,7 +345,7 @@ class Outage:
         self._url, self._patience_s, self._clock = url, patience_s, clock
         self._since_s: float | None = None
         self._next_s = OUTAGE_AFTER_S
-        """Length of the outage at which the next warning is due."""
+        """Length of the outage, in seconds, at which the next warning is logged."""
 
     @property
     def length_s(self) -> float:
@@ -413,7 +416,7 @@ async def _read_error(response: aiohttp.ClientResponse) -> tuple[str, str | None
         data += part
         if len(data) > MAX_ERROR_BYTES:
             raise DamagedInTransit(
-                f"the error has more than {MAX_ERROR_BYTES} bytes; a proxy seems to answer for the coordinator"
+                f"the error answer has more than {MAX_ERROR_BYTES} bytes; a proxy seems to answer for the coordinator"
             )
     await _check(response, data)
     try:

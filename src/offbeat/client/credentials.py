@@ -17,7 +17,7 @@ from offbeat.files import create_atomic, write_atomic
 from offbeat.ledger.workers import Role
 
 TOKEN_VARIABLE = "OFFBEAT_TOKEN"
-HOW_TO_GET_ONE = "offbeat worker token RUN gives one, on the coordinator's machine"
+HOW_TO_GET_ONE = "to get one, run offbeat worker token RUN on the coordinator's machine"
 
 
 class Credentials(msgspec.Struct, frozen=True):

@@ -47,8 +47,8 @@ class Membership:
 
 
 async def join(connection: Connection, token: str, name: str, secret: str | None = None) -> Membership:
-    """Joins a run with a join token. From then on, the caller authenticates with `secret`, which `connection` sends;
-    None: a new one is made. Joining again with the same token and secret returns the same worker."""
+    """Joins a run with a join token. Later calls over `connection` are authenticated with `secret`; None: a new secret
+    is made. Joining again with the same token and secret returns the same worker."""
     secret = secret or new_secret()
     call = wire.Join(name=name, secret_hash=secret_hash(secret))
     try:

@@ -53,7 +53,7 @@ class InProcessWorker:
 
 class InProcessTrainer:
     """Implements `TrainerClient` by direct calls to a coordinator in the same process. Every call after `reconcile`
-    names the generation (number of the trainer's start), so that the coordinator can refuse a replaced trainer."""
+    sends the generation, a number that `reconcile` returned, so that the coordinator can refuse a replaced trainer."""
 
     def __init__(self, coordinator: Coordinator, name: str = "trainer"):
         self._coordinator, self._name = coordinator, name

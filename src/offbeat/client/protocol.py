@@ -29,10 +29,10 @@ class LeaseResponse:
     is_over: bool = False
     """The run has ended: there are no further tasks."""
     interrupted: str = ""
-    """How a run that is over ended before its last step, such as "stopped at step 3 of 12"; "": it has finished."""
+    """How the run ended, if it ended before its last step, such as "stopped at step 3 of 12"; else ""."""
     round: int | None = None
-    """Number of the version that began the current round. When the round ends, the worker must stop those of the tasks
-    that require no version. None: the tasks belong to no round."""
+    """Number of the version that began the current round. When the round ends, the worker must stop `tasks`, except
+    those that require a version. None: the tasks belong to no round."""
     idle: str = ""
     """Why there are no tasks, in words for a person; "": there are tasks, or a version to load."""
 
@@ -47,7 +47,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class RewardLease:
-    """Answer to a judge's lease call: samples (answers without a reward) to score; without any, `ticket` is ""."""
+    """Answer to a judge's lease call: samples (answers without a reward) to score. Without samples, `ticket` is ""."""
 
     ticket: str = ""
     """Identifies these samples when results are submitted; valid once and for a limited time."""
@@ -61,7 +61,7 @@ class RewardLease:
     is_over: bool = False
     """The run has ended: there are no further samples."""
     interrupted: str = ""
-    """How a run that is over ended before its last step, such as "stopped at step 3 of 12"; "": it has finished."""
+    """How the run ended, if it ended before its last step, such as "stopped at step 3 of 12"; else ""."""
 
 
 class WorkerClient(Protocol):
@@ -87,7 +87,8 @@ class WorkerClient(Protocol):
         ...
 
     async def give_back(self, leases: Sequence[tuple[int, int]]) -> None:
-        """Gives back leases, pairs of task and fence, under which no token was sampled. This counts as no failure."""
+        """Gives back leases, pairs of task and fence, under which no token was sampled. This does not count as a
+        failure of their tasks."""
         ...
 
     async def round_over(self, number: int, wait_s: float) -> bool:

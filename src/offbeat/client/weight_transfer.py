@@ -139,8 +139,8 @@ class CoordinatorReceiver(Receiver):
 
 async def send_version(connection: Connection, store: PieceStore, number: int, digest: str, signer: str) -> None:
     """Sends the manifest `digest` of version `number`, signed with the key `signer`, from `store` to the coordinator.
-    First sends everything that this manifest refers to: the manifests of the version's delta and of an adapter's base
-    weights, and the pieces that the coordinator lacks. Pieces that arrived before a crash are not sent again."""
+    Before the manifest, sends what it refers to: the manifests of the version's delta and of an adapter's base weights,
+    and the pieces that the coordinator lacks. Pieces that arrived before a crash are not sent again."""
     sealed = await asyncio.to_thread(store.get_manifest, number, digest)
     manifest = Manifest.decode(open_sealed(sealed, [signer]))
     if manifest.delta is not None:

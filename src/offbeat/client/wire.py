@@ -40,9 +40,9 @@ ZSTD = "zstd"
 CONTENT_DIGEST = "Content-Digest"
 """Header with the digest of the body as sent."""
 DAMAGED = "Damaged"
-"""Value of an error answer's `kind` which says that the call's body was damaged in transit; the caller retries."""
+"""`kind` of an error answer to a call whose body was damaged in transit; the caller sends it again."""
 GENERATION = "Offbeat-Generation"
-"""Header with the generation of the calling trainer (number of its start); see `offbeat.ledger.batches`."""
+"""Header with the generation of the calling trainer: the number that it got from `reconcile`."""
 
 
 DIGEST = re.compile(r"(?:^|,)\s*blake3=:([A-Za-z0-9+/]{43}=):")

@@ -181,8 +181,8 @@ class Drawing:
         self._drawing, self._may_draw = asyncio.Lock(), True
 
     def check_again(self) -> None:
-        """Makes the next `draw` ask the ledger whether more groups are needed. Until this is called, `draw` does
-        nothing once it has succeeded."""
+        """Makes the next `draw` ask the ledger whether more groups are needed. After a `draw` that succeeded, further
+        calls of `draw` do nothing until `check_again` is called."""
         self._may_draw = True
 
     async def draw(self, over_provision: float) -> None:
@@ -216,7 +216,7 @@ class Drawing:
 
 
 MAX_STILL = 0.05
-"""Largest share of a step's time for which the trainer may be idle; above it, `Depth.steps` rises by one."""
+"""Share of a step's time for which the trainer may be idle; if it is idle for longer, `Depth.steps` rises by one."""
 FIRST_PATIENCE, MAX_PATIENCE = 4, 128
 """First and largest value of the patience: the number of steps with a busy trainer after which `Depth.steps` falls by
 one. The patience doubles whenever a fall turns out to be too early."""
@@ -236,7 +236,8 @@ class Depth:
         self._patience, self._num_calm, self._is_trial = FIRST_PATIENCE, 0, False
 
     def trained(self, still_s: float, step_s: float) -> None:
-        """Records a step of `step_s` seconds, of which the trainer waited `still_s` for its batch."""
+        """Records a step that took `step_s` seconds, including `still_s` seconds in which the trainer waited for its
+        batch."""
         if still_s > MAX_STILL * step_s:
             if self._is_trial:
                 self._patience = min(2 * self._patience, MAX_PATIENCE)
@@ -266,11 +267,12 @@ class Provisioning:
         """Called when a trajectory, whole or partial, has been stored."""
 
     def began(self, num_slots: int) -> None:
-        """Called when a version is published, which begins the work on its step's batch. All workers together can
-        generate `num_slots` answers at once."""
+        """Called when a version is published: the work on the batch that is trained from this version begins. All
+        workers together can generate `num_slots` answers at once."""
 
     def trained(self, still_s: float, step_s: float) -> None:
-        """Called after a step of `step_s` seconds, of which the trainer waited `still_s` for its batch."""
+        """Called after a step that took `step_s` seconds, including `still_s` seconds in which the trainer waited for
+        its batch."""
 
     def figures(self) -> dict[str, float]:
         """Returns figures to add to the metrics row of a training step."""
@@ -293,8 +295,8 @@ class Overlapped(Provisioning):
 
 
 class InRounds(Provisioning):
-    """Chooses the over-provision factor if generation stops once a batch is complete (see `OverProvision`).
-    `on_choice` is called with every decision of it."""
+    """Chooses the over-provision factor with `OverProvision`, for runs in which generation stops once a batch is
+    complete. Calls `on_choice` with every decision of `OverProvision`."""
 
     def __init__(
         self,
@@ -306,7 +308,8 @@ class InRounds(Provisioning):
         super().__init__(self._choice.factor)
         self._on_choice, self._clock = on_choice, clock
         self._num_tokens, self._is_mixed = 0, False
-        """Tokens of the answers that ended in this round, and whether the round also contains evaluation tasks."""
+        """Number of tokens of the answers that ended in this round, and whether the round also has evaluation tasks,
+        in which case its speed is not measured."""
         self._began_s: float | None = None
         self._num_slots = 0
         self._tokens_per_s: float | None = None

@@ -45,7 +45,8 @@ class BusyTimes:
             self._report(member, found, found.last_s)
 
     def settle(self, holding: Collection[str]) -> None:
-        """Ends and reports all spans. For a member in `holding`, which still has work, a new span begins now."""
+        """Ends and reports the spans of all members, for example when a batch is claimed. Members in `holding` still
+        have work: each of them begins a new span now. The spans of the others end as in `left`."""
         now_s = self._clock()
         for member, found in list(self._open.items()):
             if member in holding:

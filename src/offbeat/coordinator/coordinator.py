@@ -49,7 +49,8 @@ class PartialCounters:
         self._counts["partial_tokens"] += partial.num_tokens
 
     def handed_out(self, tasks: Iterable[Task]) -> None:
-        """Counts prompt and partial of each task that continues a partial: tokens that an engine must prefill again."""
+        """Counts, for each task that continues a partial, the tokens of its prompt and of the partial: an engine must
+        prefill them again."""
         resumed = [len(task.prompt) + task.prefix.num_tokens for task in tasks if task.prefix is not None]
         self._counts["resumed_tokens"] += sum(resumed)
 
@@ -63,7 +64,8 @@ class CurrentRound:
 
     A round is the generation of one batch. It begins with a new weight version, by whose number it is named, and ends
     when the trainer claims the batch. Rounds are read from the ledger, so a restart does not change them. Which workers
-    took part is kept in memory only. `read` runs a read-only ledger call on the writer thread.
+    took part is kept in memory only. `read` runs a read-only ledger call on the writer thread. An error in the future
+    `failure` ends all waits of `is_over`, which then raises this error.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class CurrentRound:
         self._ledger, self._read = ledger, read
         self._changes = Notifier(failure)
         self._took_part: dict[str, tuple[int, int | None]] = {}
-        """For each worker, its last round and the version that it then served."""
+        """For each worker, its last round and the version that it served when it leased tasks of this round."""
 
     def notify(self) -> None:
         """Wakes the callers of `is_over`, because a round may have begun or ended."""
@@ -160,8 +162,9 @@ class StepTimes:
         return bool(self._claimed_s)
 
     def split(self) -> dict[str, float]:
-        """Returns how many seconds the last claimed batch took to generate, and how many more (mostly for rewards)
-        until it was claimed; empty if not known."""
+        """Returns two times of the last claimed batch: `time_generate_s`, from the start of its generation to the last
+        submission, and `time_reward_s`, from then until its claim, mostly spent on rewards. Empty if they are unknown.
+        """
         found = self._claimed
         if found.first_lease_s is None or found.last_submit_s is None or found.claimed_s is None:
             return {}
@@ -177,8 +180,9 @@ R = TypeVar("R")
 CALLER_ERRORS = (Conflict, Fenced, Forbidden, Refused, Unknown)
 """Errors caused by the caller and not by the coordinator."""
 FORGET_AFTER_S = 3600.0
-"""Seconds without a call after which a worker is forgotten, but at least twice the lease time, so that its tasks have
-been taken back by then. A worker that returns later is treated as new and loses nothing."""
+"""Seconds without a call after which the coordinator deletes what it remembers of a worker. If twice the lease time is
+longer, it waits for that long, so that the worker's tasks have been taken back by then. A worker that returns later is
+treated as new and loses nothing."""
 FORGET_EVERY_S = 60.0
 REFUSED_EVERY_S = 1.0
 """Seconds between two checks for workers that another process has revoked."""
@@ -189,11 +193,11 @@ class Activity:
     """Snapshot of what a run is doing, for the console."""
 
     num_answers: int
-    """Number of answers, with or without a reward, for the next batch."""
+    """Number of answers that are stored for the next batch, with or without a reward; at most `num_wanted`."""
     num_wanted: int
-    """Number of answers of a whole batch."""
+    """Number of answers in a complete batch."""
     num_eval_answers: int
-    """Number of answers of the evaluation in progress."""
+    """Number of answers that are stored for the evaluation in progress."""
     num_eval_wanted: int
     """Number of answers that the evaluation in progress needs in all; 0: none is in progress."""
     num_workers: int
@@ -210,8 +214,8 @@ class CoordinatorSettings:
     overlap: bool = False
     """Whether workers keep generating while the trainer trains."""
     over_provision: float | Literal["auto"] = 1.0
-    """Over-provision factor. "auto" chooses it during the run: with overlap by the trainer's idle time, otherwise by
-    the measured speed of rounds."""
+    """Over-provision factor. With "auto", the coordinator chooses it during the run: with `overlap` by the trainer's
+    idle time, otherwise by the measured speed of rounds."""
     max_new_tokens: int = 1
     lease_ttl_s: float = 60.0
     keep: MaintenanceSettings = field(default_factory=MaintenanceSettings)
@@ -238,7 +242,7 @@ class Coordinator:
         self._groups_per_step: int = ledger.terms.groups_per_step
         self._in_order = ledger.terms.max_staleness == 0
         """Whether max_staleness is 0. If so, training tasks require the version of their step, and a batch takes groups
-        by ordinal."""
+        in the order in which they were drawn."""
 
         self._background = BackgroundTasks()
         failure = self._background.failure
@@ -313,7 +317,7 @@ class Coordinator:
         return self.presence.present(max(self.settings.lease_ttl_s, PRESENT_S))
 
     async def start(self, *, keep_leases: bool = False) -> None:
-        """Starts the background tasks, one of which scores the trajectories that still wait for a reward. With
+        """Starts the background tasks, such as the scoring of trajectories that still wait for a reward. With
         `keep_leases`, renews all stored leases, because remote workers survive a restart; otherwise releases them."""
         await self.lease_manager.start(keep_leases=keep_leases)
         self.rewards.start(self.ledger, self._share, self._background, self._progress, self._notify_workers)
@@ -342,8 +346,11 @@ class Coordinator:
                 until_s = min(deadline_s, time.monotonic() + aside_s)
                 if not await self._work.wait(changed, until_s) and until_s == deadline_s:
                     left_s = self.fitness.aside_s(worker)
-                    why = self.fitness.aside().get(worker, "this time has just ended")
-                    return LeaseResponse(ttl_s=ttl_s, idle=f"set aside for another {left_s:.0f} s: {why}")
+                    why = self.fitness.aside().get(worker, "this pause has just ended")
+                    return LeaseResponse(
+                        ttl_s=ttl_s,
+                        idle=f"the coordinator gives this worker no tasks for another {left_s:.0f} s: {why}",
+                    )
                 continue
             self.presence.hear(worker, capacity)
             try:
@@ -368,7 +375,7 @@ class Coordinator:
             return "the trainer has published no weights yet"
         if await self._writer.read(self.ledger.num_leased):
             return "all tasks that may run now are with other workers"
-        return f"enough is generated; the trainer is at step {version.step + 1}"
+        return f"enough answers are generated for now; the trainer is at step {version.step + 1}"
 
     async def _hand_out(
         self, worker: str, capacity: int, have_version: int | None, round_number: int | None
@@ -453,7 +460,8 @@ class Coordinator:
         highest = max((int(segment.tokens.max()) for segment in trajectory.segments), default=0)
         if size is not None and highest >= size:
             raise Refused(
-                f"trajectory of task {trajectory.task}: token id {highest} is not below the vocabulary size {size}"
+                f"trajectory of task {trajectory.task}: token id {highest} is not below the vocabulary size {size} of "
+                "the run's model; let the worker's engine serve this model"
             )
 
     async def fail(self, worker: str, task: int, fence: int, reason: str) -> None:
@@ -562,7 +570,7 @@ class Coordinator:
     async def claim(self, step: int, within_s: float, *, generation: int = 0) -> Batch:
         batch = await self._progress.first(partial(self._try_claim, step, generation), time.monotonic() + within_s)
         if batch is None:
-            aside = "".join(f"; set aside: {why}" for why in self.fitness.aside().values())
+            aside = "".join(f"; a worker gets no tasks for now: {why}" for why in self.fitness.aside().values())
             raise DeadlineError(
                 f"step {step + 1}: no batch within rollout.deadline_s = {within_s:.0f} s; "
                 f"{await self.call(self.ledger.waiting_for)}; {self.rewards.describe_waits()}{aside}"
@@ -593,8 +601,8 @@ class Coordinator:
 
     def step_figures(self) -> dict[str, float]:
         """Returns figures for a step's metrics row: the counts of partials since the last call, and the over-provision
-        factor. If the run may have several workers, adds how many are present and how many of these had no task.
-        Restarts the counts."""
+        factor. If the run may have several workers, adds how many are present and how many of these had no task since
+        the last call."""
         figures = {**self._partials.take(), **self._provisioning.figures()}
         if not self.only_worker:
             busy = self._worked | {lease.worker for lease in self.lease_manager.leases.all()}
@@ -621,7 +629,8 @@ class Coordinator:
         await self._announce(version)
 
     async def _quarantine(self, tasks: Sequence[int]) -> None:
-        """Quarantines each worker with an audited segment in `tasks` if its latest audits show wrong log-probs."""
+        """Quarantines each worker that sampled an audited segment of `tasks`, if the worker's latest audits show wrong
+        log-probs."""
         for worker, found in (await self.call(self.ledger.audit_results, tasks)).items():
             if is_believable(found):
                 continue
@@ -653,17 +662,18 @@ class Coordinator:
         await asyncio.shield(self._background.failure)
 
     def end(self, interrupted: str = "") -> None:
-        """Ends the run: waiting and later calls for tasks, samples or new versions are told that the run is over.
-        `interrupted` tells them how it ended before its last step (see `LeaseResponse`); "": it has finished."""
+        """Ends the run: the answer to every waiting or later call for tasks, samples or new versions says that the run
+        is over. `interrupted` says how the run ended before its last step, such as "stopped at step 3 of 12"; "": it
+        has finished."""
         self._is_over, self._interrupted = True, interrupted
         self.rewards.end(interrupted)
         self._notify_all()
         self._versions.notify()
 
     async def report(self, row: Mapping[str, Any], *, generation: int = 0) -> None:
-        """Passes the trainer's `row`, an event or a step's metrics, to `on_report`; adds the coordinator's figures to
-        metrics. An error in `on_report` ends the run: otherwise a remote trainer would retry for ever, unnoticed.
-        Raises `RunStopped` if `generation`, the number of the trainer's start, is not the latest."""
+        """Passes the trainer's `row`, an event or a step's metrics, to `on_report`. Adds the coordinator's figures to a
+        step's metrics. An error in `on_report` ends the run: otherwise a remote trainer would retry for ever,
+        unnoticed. Raises `RunStopped` if a trainer with a later `generation` has taken over."""
         await self._share(self.ledger.check_generation, generation)
         if "event" not in row:
             row = {**row, "failures": self.rewards.scorer.num_failed, **self.step_figures(), **self.times.split()}

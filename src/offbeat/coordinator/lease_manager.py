@@ -26,7 +26,8 @@ from offbeat.trajectory import Origin, Task, Trajectory
 class Presence:
     """The workers that have called and not left, each with its slots (tasks it can hold), latest metrics and life.
 
-    A life is the id of a worker's process: a worker that was killed and restarted has a new life and lost its tasks.
+    A life is the id of a worker's process: a worker that was killed and restarted has a new life, and has lost its
+    tasks.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -34,10 +35,10 @@ class Presence:
         self._heard: dict[str, float] = {}
         """Time of each worker's last call. Contains every worker of the other maps."""
         self._slots: dict[str, int] = {}
-        """Number of tasks that each worker can hold, which is the most that it ever asked for."""
+        """Number of tasks that each worker can hold: the most that it has asked for in one call."""
         self._lives: dict[str, str] = {}
         self.figures: dict[str, Mapping[str, float]] = {}
-        """Latest figures that each worker reported, which are totals since its process started."""
+        """Latest figures that each worker reported: totals since its process started, by name."""
 
     def has_restarted(self, worker: str, life: str) -> bool:
         """Records a call of a worker's process `life`; returns whether an earlier call came from another process."""
@@ -90,7 +91,7 @@ OTHERS_WITHIN_S = 60.0
 heartbeats, but asks for tasks several times within this time."""
 
 MIN_SUSPECTS = 256
-"""Once this many suspects (tasks whose worker vanished) are remembered, those of them that have ended are forgotten."""
+"""Smallest number of remembered suspects (tasks whose worker vanished) at which those that have ended are forgotten."""
 
 
 class LeaseManager:
@@ -151,7 +152,8 @@ class LeaseManager:
 
     async def heartbeat(self, worker: str, held: Sequence[tuple[int, int]], life: str) -> Heartbeat:
         """Renews the worker's leases `held`, pairs of task and fence (lease number). A new `life` means that the worker
-        restarted: its other leases then count as lost. Returns the tasks in `held` that it no longer holds."""
+        restarted: its other leases then count as lost. The answer names the tasks in `held` that the worker no longer
+        holds."""
         if self._presence.has_restarted(worker, life):
             self.pace.forget(worker)
             self._on_restart(worker)
@@ -163,8 +165,8 @@ class LeaseManager:
         return Heartbeat(lost=tuple(task for task, _ in held if task not in known))
 
     async def give_back(self, worker: str, leases: Sequence[tuple[int, int]]) -> bool:
-        """Frees tasks of which the worker sampled no token, given as pairs of task and fence (lease number); returns
-        whether the worker still held any of them."""
+        """Frees tasks for which the worker has sampled no token. `leases` are pairs of task and fence (lease number).
+        Returns whether the worker still held any of them."""
         held = [Lease(task, fence, worker) for task, fence in leases]
         self.leases.end(lease.task for lease in held if self.leases.is_held(lease))
         return bool(await self._share(self.ledger.give_back, held, untouched=True))

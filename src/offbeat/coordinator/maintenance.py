@@ -71,8 +71,8 @@ class LedgerMaintenance:
 
 
 class WeightGarbageCollector:
-    """Deletes weights that no worker or trainer can ask for any more. At every new version it deletes files of whole
-    versions; at every `EVERY`-th version, the pieces in which versions are transferred.
+    """Deletes weights that no worker or trainer can ask for any more: files of whole versions at every new version, and
+    the pieces in which versions are transferred at every `EVERY`-th version.
 
     One deletion of pieces runs at a time. If it fails, the error is logged and the deletion is tried again with a later
     version.
@@ -90,9 +90,9 @@ class WeightGarbageCollector:
         return self._pieces is not None and number % EVERY == 0
 
     async def pieces(self, needed: Collection[int], signers: Collection[str]) -> None:
-        """Deletes the stored pieces and manifests of all versions except those in `needed`, the newest, and the bases
-        of either. Keeps manifests that were not signed with a key in `signers`, the keys of this run's trainers: such
-        manifests may belong to another run."""
+        """Deletes stored pieces and manifests of versions. Spares the versions in `needed`, the newest version, and
+        every version from which one of these is reconstructed. Also spares manifests that were not signed with a key in
+        `signers`, the keys of this run's trainers: they may belong to another run."""
         if self._pieces is None:
             return
 
@@ -103,4 +103,4 @@ class WeightGarbageCollector:
             try:
                 await asyncio.to_thread(collect, self._pieces, needed, opened)
             except (OffbeatError, OSError) as error:
-                log.warning("unneeded weights could not be deleted: %s; the next try is at a later version", error)
+                log.warning("unneeded weights could not be deleted: %s; trying again at a later version", error)

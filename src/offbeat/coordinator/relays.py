@@ -2,13 +2,13 @@
 once.
 
 Each worker names its site (machines with a fast network between them), and the port at which it serves pieces, if any.
-It gets the addresses of its chain of relays (`offbeat.weights.relay_tree`), nearest first. A worker asks the root,
-which is the coordinator or the run's store, last; the root is not in the chain. A worker that falls silent is no longer
-used as a relay. A worker may name an address other than the one it calls from only within `serve.peer_networks`:
-otherwise it could direct its whole site to any machine.
+In return, the worker gets the addresses of its relays (`offbeat.weights.relay_tree`): the peers that it asks for
+pieces, nearest first. Only after them does it ask the root, which is the coordinator or the run's store. A worker that
+falls silent is no longer used as a relay. A worker may name an address other than the one it calls from only within
+`serve.peer_networks`: otherwise it could direct its whole site to any machine.
 
-Each pair of workers of a site has its own key. It is the hash of two random numbers, one per worker, which are drawn at
-the worker's first call, dropped when it leaves, and never written to disk. The keys of a worker that has left or was
+Each pair of workers of a site has its own key: the hash of two random numbers, one of each worker. A worker's number is
+drawn at its first call, dropped when it leaves, and never written to disk. The keys of a worker that has left or was
 quarantined are therefore worthless.
 """
 
@@ -66,9 +66,9 @@ def site_of(
 ) -> WorkerSite:
     """Returns site and address of a worker that names its site `site` and calls from IP address `seen`.
 
-    It serves pieces at `port` of `host`, or of `seen` if `host` is empty. Its address is None if `port` is 0, or if
-    `behind_proxy` and only the proxy's loopback address is known. Raises `Refused` if `host` is neither `seen` nor in
-    one of `networks`.
+    The worker serves pieces at `port` of `host`, or of `seen` if `host` is empty. Its address is None if `port` is 0,
+    or if `behind_proxy` and only the proxy's loopback address is known. Raises `Refused` if `host` is not an IP
+    address, or is neither `seen` nor in one of `networks`.
     """
     calls_from = _address(seen)
     own = calls_from if not host else _address(host)

@@ -114,7 +114,10 @@ class PendingRewards:
         number = self._number(ticket)
         batch = self._out.get(number)
         if batch is None:
-            raise Fenced(f"reward ticket {ticket} is over: its samples were answered or went to another judge")
+            raise Fenced(
+                f"reward ticket {ticket} is no longer valid: its samples were already answered, or went back to the "
+                "queue"
+            )
         if batch.judge != judge:
             raise Forbidden(f"reward ticket {ticket} was issued to another judge, not to {judge}")
         return batch
@@ -182,8 +185,9 @@ class Scorer:
         shaping: Shaping | None = None,
         untried: Collection[str] = (),
     ):
-        """`log_path` is named in errors. `untried` are the names of the reward parts to which the configuration gives a
-        weight; `take_unseen` returns those that never occur."""
+        """`decode` turns the token ids of answers into texts. `watch` counts successes and failures. `log_path` is the
+        log file that errors name. `untried` are the names of reward parts that have a weight in the configuration, if
+        no trial has checked that they occur; `take_unseen` returns those that no reward contains."""
         self.decode, self.watch, self.log_path, self.shaping = decode, watch, log_path, shaping or Shaping()
         self.num_failed = 0
         self._unseen, self._has_seen_some = set(untried), False
@@ -202,7 +206,8 @@ class Scorer:
         ]
 
     def scored(self, samples: Sequence[Unscored], results: Sequence[RewardResult]) -> list[Scored]:
-        """Returns each sample's rewards, or the reason why they failed; counts both for `stop_if_failing`."""
+        """Returns, for each sample, its rewards or the reason why they failed. Counts successes and failures for
+        `stop_if_failing`."""
         scored = []
         for sample, result in zip(samples, results, strict=True):
             rewards = self._shaped(sample, result.rewards) if result.error is None else ()
@@ -252,7 +257,7 @@ def admissible(sample: Unscored, result: RewardResult) -> RewardResult:
         return RewardResult(error=f"value: the reward {problem}")
     for reward in result.rewards:
         if not -1 <= reward.position < num_tokens:
-            place = f"at position {reward.position} of an answer of {num_tokens} tokens"
+            place = f"at position {reward.position}, outside its answer of {num_tokens} tokens"
             return RewardResult(error=f"value: the reward {reward.name!r} is {place}")
     return result if result.rewards else RewardResult(error="value: the judge sent no reward")
 
@@ -315,7 +320,7 @@ class RewardQueue:
     ) -> None:
         """Starts to compute rewards for the ledger's unscored trajectories. `call` runs a function on the ledger's
         thread. Notifies `stored` after each commit of rewards, and calls `on_dropped` if groups were dropped, so that
-        others can be drawn."""
+        other groups can be drawn."""
         self._background, self._stored, self._on_dropped = background, stored, on_dropped
         background.spawn(self._feed(ledger, call))
         background.spawn(self._store(ledger, call))
@@ -326,8 +331,8 @@ class RewardQueue:
         self._feed_now.set()
 
     def end(self, interrupted: str = "") -> None:
-        """Ends the run for judges: each waiting or further `lease` call tells its judge that the run is over, and how
-        it was `interrupted` (see `RewardLease`)."""
+        """Ends the run for judges: the answer to every waiting or later `lease` call says that the run is over.
+        `interrupted` says how the run ended before its last step; "": it has finished."""
         self._is_over, self._interrupted = True, interrupted
         self._waiting.notify()
 
@@ -373,14 +378,14 @@ class RewardQueue:
         self.busy.left(_track(judge))
 
     def forget_silent(self) -> None:
-        """Forgets judges that hold no samples and made no call for `PRESENT_S`."""
+        """Forgets judges that hold no samples and made no call for `PRESENT_S` seconds."""
         here = self.present()
         for judge in self._heard.keys() - here:
             self.busy.left(_track(judge))
         self._heard = {judge: heard_s for judge, heard_s in self._heard.items() if judge in here}
 
     def present(self, within_s: float = PRESENT_S) -> list[str]:
-        """Returns remote judges that hold samples or made a call within the last `within_s`."""
+        """Returns the remote judges that hold samples or made a call within the last `within_s` seconds."""
         since_s = self._clock() - within_s
         heard = {judge for judge, heard_s in self._heard.items() if heard_s >= since_s}
         return sorted((heard | self.pending.held.keys()) - {LOCAL})
@@ -389,7 +394,7 @@ class RewardQueue:
         self.busy.settle([_track(judge) for judge in self.pending.held])
 
     def describe_waits(self) -> str:
-        """Describes how many samples each judge holds, for error messages."""
+        """Returns how many samples each judge holds, or how to start a judge if there is none, as text for errors."""
         if not self.pool.num_processes and not self.present():
             return "no judge is present and reward.processes = 0: start offbeat worker --role reward --join URL"
         out = [f"{count} with {judge or 'local processes'}" for judge, count in sorted(self.pending.held.items())]

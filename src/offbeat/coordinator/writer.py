@@ -24,7 +24,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 MAX_SHARED = 256
-"""Largest number of submissions, and of other calls, in one transaction. It limits how long later calls wait."""
+"""One transaction has at most this many submissions and this many other calls, because later calls wait for it."""
 
 
 class _Call:
@@ -168,7 +168,7 @@ class Writer:
             return [error] * len(calls)
 
     async def close(self) -> None:
-        """Returns once every call is answered."""
+        """Waits until every call is answered, then ends the thread."""
         while self._writing is not None:
             await asyncio.wait({self._writing})
         self._thread.shutdown()

@@ -89,17 +89,24 @@ class Health:
         elif self._state is not State.STALE:
             if label == self._label:
                 return self._move(State.HEALTHY, "")
-            self._why_stale = f"it serves weights called {label!r}, but {self._label!r} was loaded"
+            self._why_stale = (
+                f"it serves weights labelled {label!r}, but the worker loaded weights labelled {self._label!r}"
+            )
         return self._move(State.STALE, self._why_stale)
 
     def refreshed(self, label: str) -> State:
         """Reports that the server has loaded a verified version under `label`; returns the new state."""
         if self._state is State.DEAD:
-            raise ValueError(f"weights {label!r} cannot count as loaded: the server is dead; call `answered` first")
+            raise ValueError(
+                f"weights {label!r} were reported as loaded into a server that is dead; report an answer of the server "
+                "with `answered` first"
+            )
         self._failing_since_s, self._label = None, label
         return self._move(State.HEALTHY, "")
 
     def _move(self, state: State, why: str) -> State:
-        assert state is self._state or state in MOVES[self._state], f"this is a bug: {self._state} to {state}"
+        assert state is self._state or state in MOVES[self._state], (
+            f"this is a bug: a server's state changed from {self._state} to {state}"
+        )
         self._state, self._why = state, " ".join(why.split())
         return state

@@ -76,15 +76,17 @@ def is_trainable(token_step: int | None, step: int, max_staleness: int) -> bool:
 
 
 def trained_staleness(token_step: int | None, step: int, max_staleness: int) -> int | None:
-    """Returns by how many steps a token's version is older than `step`; None if the token may not be trained on."""
+    """Returns the staleness at `step` of tokens of the version of `token_step`: `step` - `token_step`. Returns None if
+    they may not be trained on."""
     return step - token_step if token_step is not None and is_trainable(token_step, step, max_staleness) else None
 
 
 def select(
     candidates: Iterable[Candidate], step: int, count: int, max_staleness: int, *, in_order: bool = True
 ) -> Selection:
-    """Selects `count` groups to train on at `step`: by ordinal if `in_order`, else those begun longest ago. Takes none
-    while too few are ready or the batch must wait for an unfinished group. Also names the groups to drop as stale."""
+    """Selects `count` groups to train on at `step`: those drawn first if `in_order`, else those begun with the oldest
+    versions. Takes none while too few groups are ready, or while the batch must wait for an unfinished group. Also
+    names the groups to drop as stale."""
     queue: list[Candidate] = []
     stale: list[int] = []
     for candidate in sorted(candidates, key=attrgetter("ordinal", "group") if in_order else _by_age):
@@ -182,7 +184,8 @@ def may_begin(step: int, begun: Mapping[int, int], next_step: int, groups_per_st
 
 
 MAX_RETRIES = 1
-"""How often a prompt is issued again after its group failed; after that, the prompt itself is taken to be the cause."""
+"""How often a prompt is issued again after its group failed. If it still fails, the prompt itself is assumed to be the
+cause."""
 EQUAL_WITHIN = 1e-8
 """Rewards closer than this count as equal."""
 
@@ -191,7 +194,7 @@ class GroupVerdict(StrEnum):
     OPEN = "open"
     """Not all members have ended."""
     READY = "ready"
-    """Every member has ended, and enough were scored."""
+    """Every member has ended, and enough of them have a reward."""
     FAILED = "failed"
     """Too few members can still be scored."""
     NO_SIGNAL = "no_signal"
@@ -199,15 +202,15 @@ class GroupVerdict(StrEnum):
 
 
 def settle(size: int, num_scored: int, num_failed: int, min_group: int) -> GroupVerdict:
-    """Returns whether a group of `size` members is open, ready or failed. A ready group has at least `min_group` scored
-    members, or `size` if `size` is less."""
+    """Returns whether a group is open, ready or failed, if `num_scored` of its `size` members have a reward and
+    `num_failed` have failed. A ready group has at least `min_group` scored members, or `size` if `size` is less."""
     if size - num_failed < min(min_group, size):
         return GroupVerdict.FAILED
     return GroupVerdict.READY if num_scored + num_failed == size else GroupVerdict.OPEN
 
 
 def settle_ready(spread: float, num_before: int, max_no_signal: float) -> GroupVerdict:
-    """Returns whether a ready group is kept (`READY`), or dropped because all its rewards are equal (`NO_SIGNAL`).
+    """Returns `READY` if a ready group may be trained on, `NO_SIGNAL` if it is dropped because its rewards are equal.
 
     `spread` is the group's highest reward minus its lowest. A group with equal rewards is dropped only if `num_before`
     is below `max_no_signal`. If the group may be sampled from any version, `num_before` is the number of groups that

@@ -6,17 +6,17 @@ renewal by another worker, changes nothing. The leases of a vanished worker expi
 deadlines, because `culprit` compares all tasks that the worker held. A lease that a worker no longer names in its
 heartbeats ends at most `ttl_s` after its own deadline.
 
-Assignment: evaluation groups come first, because a version waits for its result; then groups with a task that is leased
-or has ended; then the lowest ordinal. Among the groups that are already begun or require a version (`front`), a group
-whose partial answers all come from other workers is last: those workers may still hold its KV cache and need no new
-prefill. A task that requires a version is given only to a worker that serves this version. Any other group is begun
-only if pacing (`rules.groups.may_begin`) allows it for the worker's version. It is continued only with a version at
-least as new as the oldest that sampled for it.
+Assignment: evaluation groups come first; then groups with a task that is leased or has ended; then the lowest ordinal.
+Among the groups that are already begun or require a version (`front`), a group whose partial answers all come from
+other workers is last: those workers may still hold its KV cache and need no new prefill. A task that requires a version
+is given only to a worker that serves this version. Any other group is begun only if pacing (`rules.groups.may_begin`)
+allows it for the worker's version. Once begun, it is given only to workers whose version is at least as new as the
+oldest version with which one of its tasks was begun.
 
 A task whose worker vanished is suspect: it may have killed the worker. Tasks with one such loss may take at most an
 eighth of a worker's slots, tasks with two losses a 64th, and so on, but always one slot. So a prompt that kills engines
-is soon the only suspect of a worker: if workers have n slots, `culprit` blames it for every death except the first
-ceil(log8 n).
+is soon the only suspect that its worker holds: if workers have n slots, `culprit` blames it for every death except the
+first ceil(log8 n).
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class Requester:
     """Number of tasks that the worker holds, by their number of losses (see `OpenGroup.num_losses`); tasks without
     losses are left out."""
     num_open: int | None = None
-    """Number of open tasks of all groups. None: `assign` gets all groups and counts these tasks itself."""
+    """Number of open tasks of all groups. None: `assign` counts the open tasks of the groups that it is given."""
 
     def share(self, num_open: int) -> int:
         """Returns the worker's share of `num_open` tasks, in proportion to its slots; at most its `capacity`."""
@@ -241,8 +241,9 @@ def allowance(num_slots: int, num_losses: int) -> int:
 
 
 def _allowed(suspects: Mapping[int, int], num_slots: int, num_losses: int) -> int:
-    """Returns how many more tasks with `num_losses` losses a worker may hold. `suspects` counts the tasks that it
-    holds, by their number of losses. A task with n losses counts against the allowances for 1 to n losses."""
+    """Returns how many more tasks with `num_losses` losses a worker with `num_slots` slots may hold. `suspects` counts
+    the tasks that it holds, by their number of losses. A task with n losses counts against the allowances for 1 to n
+    losses."""
     left = [
         allowance(num_slots, level) - sum(num for losses, num in suspects.items() if losses >= level)
         for level in range(1, num_losses + 1)
@@ -251,8 +252,8 @@ def _allowed(suspects: Mapping[int, int], num_slots: int, num_losses: int) -> in
 
 
 def culprit(lost: Mapping[int, int]) -> int | None:
-    """Returns which of a vanished worker's tasks is to blame: the one that was lost most often before; None if several
-    tasks share the largest number. `lost` maps each of the worker's tasks to its number of earlier losses."""
+    """Returns the task to blame for a worker that vanished: the worker's task that was lost most often before; None if
+    several tasks share the largest number. `lost` maps each of the worker's tasks to its number of earlier losses."""
     most = max(lost.values(), default=0)
     suspects = [task for task, losses in lost.items() if losses == most]
     return suspects[0] if len(suspects) == 1 else None

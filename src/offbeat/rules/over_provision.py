@@ -13,9 +13,10 @@ from collections import deque
 from dataclasses import dataclass
 
 MIN_GAIN = 0.03
-"""Smallest relative gain in tokens per second over factor 1 that is worth training on older tokens."""
+"""Smallest relative gain in tokens per second over factor 1 for which training on older tokens is worth it."""
 NUM_TRIED, NUM_KEPT = 5, 16
-"""Number of rounds measured with a factor on trial, and largest number of rounds measured with the one in use."""
+"""Number of rounds in which another factor is tried, and largest number of latest rounds over which the speed of the
+factor in use is averaged."""
 FIRST_PATIENCE = 32
 """Number of measured rounds before the other factor is tried. It quadruples with every trial: a trial costs time, and
 answer lengths change slowly."""
@@ -33,7 +34,8 @@ class OverProvision:
     """Chooses `factor`, the over-provision factor for the next round. Call `outcome` after every round. Call
     `fleet_changed` when the number of the engines' slots has changed: rates before and after are not compared.
 
-    After a change of the factor, rounds are not measured until all groups begun with the old one can have been trained.
+    After a change of the factor, rounds are not measured until all groups begun with the previous factor can have been
+    trained.
     """
 
     def __init__(self, max_staleness: int):
@@ -45,7 +47,7 @@ class OverProvision:
         self._num_unmeasured = max_staleness + 1
         """Number of coming rounds that are not measured."""
         self._other_rate: float | None = None
-        """During a trial, tokens per second with the factor that was in use before."""
+        """During a trial, tokens per second with the factor that was in use before it; None: there is no trial."""
 
     def fleet_changed(self) -> None:
         self._other_rate = None

@@ -34,8 +34,8 @@ MAX_FAILED = 7
 """Number of tasks that a worker may fail in its latest `FAILURE_WINDOW` attempts; failing half is no accident."""
 ASIDE_S = 300.0
 """Time for which a worker that is set aside gets no tasks. Then it may try again, because the fault may have passed. If
-the fault is still there, the worker is set aside again. Its failures are cancelled for tasks that are unfinished when
-it is set aside."""
+the fault is still there, the worker is set aside again. Once it is set aside, its failures no longer count against the
+tasks that are unfinished."""
 
 
 @dataclass
@@ -69,7 +69,10 @@ class Fitness:
         record.latest.append(task)
         if record.num_failed <= MAX_FAILED:
             return None
-        why = f"{record.num_failed} of the latest {len(record.latest)} tasks of {worker} failed: {reason}"
+        why = (
+            f"{record.num_failed} of the latest {len(record.latest)} tasks of {worker} failed, the last one with: "
+            f"{reason}"
+        )
         self.set_aside(worker, why)
         return why
 
@@ -105,12 +108,12 @@ OWN_MARGIN = 4.0
 overdue. Engines slow down as they fill up and while they load weights."""
 FLEET_MARGIN = 8.0
 """A worker without an answer may take this many times as long as the longest answer would take at the median of the
-other workers' slowest paces. A larger value would let all others wait too long for its tasks. Most answers are far
-shorter than the longest, so even a much slower machine has time for its first answer."""
+other workers' slowest paces. With a larger value, the other workers would wait too long for its tasks. Most answers
+are far shorter than the longest, so even a much slower machine has time for its first answer."""
 MIN_FLEET_ANSWERS = 16
-"""Answers of other workers that are needed to judge a worker without an answer by their pace."""
+"""Number of answers that other workers must have given before a worker without an answer is judged by their pace."""
 MAX_ENDED = 64
-"""Largest number of ended leases that are remembered, in addition to as many as there are current leases."""
+"""Once more leases are remembered than twice the current ones plus this number, those that have ended are forgotten."""
 
 
 @dataclass

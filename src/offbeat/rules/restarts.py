@@ -14,7 +14,7 @@ HEALTHY_S = 30.0
 """A process that lived this many seconds counts as healthy, and its earlier failures and kills are forgotten."""
 MAX_FAILURES = 5
 MAX_KILLS = 50
-"""Number of kills after which a process is still restarted if it never lived `HEALTHY_S` seconds between them."""
+"""A process killed more often than this is given up if it never lived `HEALTHY_S` seconds between two kills."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 10.0
 HOPELESS = (2, 3)
 """Exit statuses of errors that a restart cannot fix."""

@@ -19,8 +19,8 @@ EVERY_S = 30.0
 IDLE_AFTER_S = 5.0
 """Seconds without a task until a worker is called idle; short waits between two steps are normal."""
 UNTOLD_S = 15.0
-"""Seconds without a task until a worker is called idle if the coordinator has not yet said why there is no task. They
-are more than `IDLE_AFTER_S`, because one call for tasks takes up to 5 seconds."""
+"""Seconds without a task until a worker is called idle if the coordinator has not yet said why there is no task; more
+than `IDLE_AFTER_S`, because one call for tasks takes up to 5 seconds."""
 REMIND_EVERY_S = 300.0
 """Seconds after which an idle worker says again that it is idle."""
 
@@ -42,7 +42,7 @@ class WorkerProgress:
         self._is_cut_off, self._clock = is_cut_off, clock
         self._start_s = self._figures_s = self._busy_s = clock()
         self._num_answers = self._num_tokens = 0
-        """Totals of all workers that were watched, including the current one."""
+        """Numbers of answers and tokens of all workers that were watched, including the current one."""
         self._last = (0, 0)
         self._version: int | None = None
         self._idle: str | None = None
@@ -76,7 +76,7 @@ class WorkerProgress:
                 self._line(f"at work again after {now_s - self._busy_s:.0f} s")
             self._busy_s, self._idle = now_s, None
         elif now_s - self._busy_s >= (IDLE_AFTER_S if worker.why_idle else UNTOLD_S) and not self._is_cut_off():
-            why = worker.why_idle or "its coordinator has given it no task yet"
+            why = worker.why_idle or "the coordinator has given it no task yet"
             silent_s = now_s - self._idle_said_s
             if silent_s >= REMIND_EVERY_S or (why != self._idle and silent_s >= EVERY_S):
                 self._line(f"idle for {now_s - self._busy_s:.0f} s: {why}")

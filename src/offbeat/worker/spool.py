@@ -191,7 +191,7 @@ class Outbox:
     def _tell_late(self) -> None:
         if self._num_late and not self.unsent:
             count = "1 answer" if self._num_late == 1 else f"{self._num_late} answers"
-            why = "meanwhile, the task was given to another worker or has ended"
+            why = "the coordinator discards an answer if its task was given to another worker or has ended"
             log.warning("worker %s: %s came too late: %s", self.worker, count, why)
             self._num_late = 0
 
@@ -199,4 +199,6 @@ class Outbox:
         try:
             await self.client.fail(unsent.trajectory.task, unsent.fence, reason)
         except REFUSALS as error:
-            log.info("worker %s: a refused task could not be reported as failed: %s", self.worker, error)
+            log.info(
+                "worker %s: the task of a refused trajectory could not be reported as failed: %s", self.worker, error
+            )

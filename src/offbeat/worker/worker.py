@@ -63,7 +63,8 @@ BEATS_PER_TTL = 3
 LOAD_WITHIN_S = 60.0
 """Longest time that an unfinished load may delay the end of the worker; only a hung device takes longer."""
 VERSION_WITHIN_S = 60.0
-"""Longest time that an unfinished answer waits for a version that may continue it; then it is handed back."""
+"""Longest time that an unfinished answer waits for a version that may continue it; after that, the answer is handed
+back."""
 DRAIN_WITHIN_S = 60.0
 """Longest time that a leaving worker takes to hand back its tasks and have its last trajectories acknowledged."""
 
@@ -95,23 +96,23 @@ class Worker:
         """Running tasks by task id and fence. If a lease was lost, the same task may be leased again, with a new fence,
         before this worker learns of the loss."""
         self._fences: dict[int, int] = {}
-        """Fence with which each running task was last begun."""
+        """By task id: the fence of the lease under which this worker last began the task."""
         self._changes = Notifier()
         self._outbox = Outbox(name, client, spool, self._changes)
         self._versions, self._rounds = VersionFetcher(name, client), TaskRounds(client, self._changes)
         self._switch = asyncio.Lock()
-        """Lock, held from a lease call until its tasks have started, and during a load."""
+        """Lock that is held from a lease call until the leased tasks have started, and also during a load."""
         self._is_reloading = False
         self._ttl_s = FIRST_TTL_S
         self._draining, self._over = asyncio.Event(), asyncio.Event()
         self._drain_within_s = DRAIN_WITHIN_S
         self._over.set()
         self.run_over: RunOver | None = None
-        """Error by which this worker learned that the run is over; None: it has not learned so."""
+        """Error that says how the run ended; None while the coordinator has not told this worker of the end."""
         self.num_answers = self.num_tokens = 0
-        """Answers that were finished here, and tokens that were sampled here."""
+        """Number of answers that this worker has finished, and number of tokens that it has sampled."""
         self.why_idle = ""
-        """Why the latest lease call gave no task, in words for a person; "": it gave one, or no reason is known."""
+        """Why the latest lease call gave no task, in words for a person; "": it gave a task, or no reason is known."""
 
     @property
     def has_unsent(self) -> bool:
@@ -300,7 +301,8 @@ class Worker:
                         await self._load(here)
 
     async def _take(self, version: Version) -> None:
-        """Loads a version that a lease asked for. The caller must hold `_switch`: no task may be leased meanwhile."""
+        """Fetches and loads the version that a lease response names. The caller must hold `_switch`: no task may be
+        leased meanwhile."""
         self.why_idle = f"version {version.number} is being fetched and loaded"
         async with self._versions.unless_replaced(version, self.engine.version):
             await self._load_when_it_may(await self._versions.fetch(version))
@@ -357,7 +359,8 @@ class Worker:
         num_before = trajectory.num_tokens
         if task.require_version not in (None, self.engine.version):
             raise EngineError(
-                f"task {task.id} requires version {task.require_version}; the engine has {self.engine.version}"
+                f"task {task.id} requires version {task.require_version}, but the engine has version "
+                f"{self.engine.version}"
             )
         while trajectory.num_tokens < trajectory.max_new_tokens:
             if not await self._may_begin(running):
@@ -524,8 +527,8 @@ class TaskRounds:
 
 
 MAX_FAILURES = 4
-"""Failures to fetch or load one version that are tolerated if a newer version exists. Two loops call, and each may fail
-once before the newer version is published, and once more before it learns of that version."""
+"""Number of failures to fetch or load one version that are tolerated if a newer version exists. Two loops load
+versions. Each may fail once before the newer version is published, and once more before it learns of that version."""
 
 
 class VersionFetcher:
@@ -565,7 +568,7 @@ class VersionFetcher:
             if newest is None or newest.number <= version.number or self._num_failures[version.number] > MAX_FAILURES:
                 raise
             log.warning(
-                "worker %s: version %d is skipped, because version %d has replaced it: %s",
+                "worker %s: version %d could not be fetched or loaded; continuing with the newer version %d: %s",
                 self.worker,
                 version.number,
                 newest.number,
@@ -574,7 +577,7 @@ class VersionFetcher:
 
 
 class WorkerMetrics:
-    """Costs of new versions, in seconds and bytes, since the worker's start, named as in the coordinator's metrics."""
+    """Costs of new versions since the worker's start: seconds and bytes, named as in the coordinator's metrics."""
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
@@ -584,7 +587,8 @@ class WorkerMetrics:
         self._sums: dict[str, float] = defaultdict(float)
 
     def follow(self, engine: Engine) -> None:
-        """From now on, counts the seconds for which loads stop `engine`; those of the previous engine stay counted."""
+        """From now on, counts the seconds for which `engine` stands still during loads. Those of the previous engine
+        stay in the total."""
         self._sums["still_s"] = self._still_s
         self._engine = engine
 

@@ -96,7 +96,7 @@ def test_a_failure_keeps_its_kind(run, judge):
         (wire.ResultBody(rewards=[wire.RewardBody(value=-math.inf, name="r", position=-1)]), "allowed -1e"),
         (
             wire.ResultBody(rewards=[wire.RewardBody(value=1.0, name="r", position=3)]),
-            "at position 3 of an answer of 3 tokens",
+            "at position 3, outside its answer of 3 tokens",
         ),
         (wire.ResultBody(), "sent no reward"),
     ],

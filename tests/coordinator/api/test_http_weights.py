@@ -221,7 +221,7 @@ def test_a_version_that_is_gone_cannot_be_had(run, worker, tmp_path):
         run.weights.keep([])
         await remote.fetch(found)
 
-    with pytest.raises(WeightsError, match="version 0 cannot be fetched: the weights of version 0 are no longer kept"):
+    with pytest.raises(WeightsError, match="version 0 cannot be fetched: the weights of version 0 are no longer"):
         with_worker(run, worker, tmp_path / "cache", work)
 
 

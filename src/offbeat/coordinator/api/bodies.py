@@ -72,7 +72,7 @@ class BodyReader:
         return data
 
     def release(self, request: Request) -> None:
-        """Returns the bytes that an answered request used to the memory budget."""
+        """Frees the part of the memory budget that an answered request has used."""
         self.held_bytes -= request.scope.pop(HELD, 0)
 
     async def _receive(self, request: Request, limit_bytes: int) -> bytes:
@@ -162,7 +162,7 @@ async def reply(request: Request, record: Any, status: int = 200) -> Response:
 
 
 async def seal(response: Response) -> None:
-    """Adds the digest of the body as a header. By it, callers detect damaged answers, and a proxy's answers, which have
-    no digest."""
+    """Adds a header with the digest of the body. Callers compare the two to detect damaged answers. An answer without
+    a digest is not the coordinator's but a proxy's."""
     digest = await on_bytes(bytes(response.body), wire.content_digest)
     response.raw_headers.append((wire.CONTENT_DIGEST.lower().encode(), digest.encode()))

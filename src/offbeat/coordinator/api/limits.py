@@ -34,8 +34,8 @@ class ServerSettings:
     max_wait_s: float = 30.0
     """Longest time that one call waits for work before the caller must ask again; shorter than proxies' timeouts."""
     keep_alive_s: float = 75.0
-    """How long an idle connection stays open: longer than clients keep it, so that no call uses a closing
-    connection."""
+    """Seconds until an idle connection is closed: more than clients wait before they close it, so that no call uses a
+    connection that the server is closing."""
     max_connections: int = 4096
     """At this limit, a new connection replaces the oldest unauthenticated one."""
     stop_within_s: float = 5.0

@@ -67,7 +67,8 @@ class Address:
                 ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.certificate, self.key)
             except (OSError, ssl.SSLError) as error:
                 raise UserError(
-                    f"serve.certificate = {self.certificate} and serve.key = {self.key} cannot be used: {error}"
+                    f"serve.certificate = {self.certificate} and serve.key = {self.key} cannot be used: {error}; give "
+                    "a certificate and its private key as PEM files"
                 ) from error
 
 
@@ -103,7 +104,8 @@ class HttpServer:
         return f"{'https' if self.address.has_tls else 'http'}://{host}:{self.port}"
 
     async def stop(self) -> None:
-        """Refuses waiting calls, gives calls in progress `stop_within_s` to finish, and closes all connections."""
+        """Refuses waiting calls, gives calls in progress `stop_within_s` seconds to finish, then closes all
+        connections."""
         if self._uvicorn is None or self._serving is None:
             return
         self.state.drain()

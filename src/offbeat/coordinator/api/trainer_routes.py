@@ -84,14 +84,15 @@ async def report(api: ApiState, worker: WorkerRecord, request: Request) -> Respo
 
 
 def _generation(request: Request) -> int:
-    """Returns the generation (number of the trainer's start, from 1) in the request's header; 0 if it is missing."""
+    """Returns the generation in the request's header: the number, from 1, that the trainer got from `reconcile`. 0 if
+    the header is missing."""
     text = request.headers.get(wire.GENERATION, "")
     return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else 0
 
 
 def _fenced(handler: Handler) -> Handler:
     """Wraps `handler` to refuse a trainer that a newer one has replaced, before the body of its call is read. Calls
-    that write to the ledger check again within their transaction."""
+    that write to the ledger check this again within their transaction."""
 
     async def guarded(api: ApiState, worker: WorkerRecord, request: Request) -> Response:
         api.reader.check_generation(_generation(request))

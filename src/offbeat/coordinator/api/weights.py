@@ -57,7 +57,7 @@ class Weights:
         found = await asyncio.to_thread(lambda: sorted(self._version(number).path.glob("*")))
         files = [path for path in found if path.is_file() and FILE.fullmatch(path.name)]
         if not files:
-            raise Unknown(f"the weights of version {number} are no longer kept; load a newer version")
+            raise Unknown(f"the weights of version {number} are no longer stored; load a newer version")
         return [WeightFile(path.name, path.stat().st_size) for path in files]
 
     def find_file(self, number: int, name: str) -> tuple[Path, int]:
@@ -79,7 +79,7 @@ class Weights:
         try:
             return await asyncio.to_thread(self.store.get_manifest, number, checked(digest or version.manifest))
         except PieceMissing:
-            raise Unknown(f"the manifest of version {number} is no longer kept; load a newer version") from None
+            raise Unknown(f"the manifest of version {number} is no longer stored; load a newer version") from None
         except PieceDamaged as error:
             raise Unknown(f"version {number}: {error}") from error
 
@@ -119,8 +119,8 @@ class Weights:
         await self._write(self.store.put_manifest, number, digest, sealed)
 
     async def check_complete(self, version: Version) -> Version:
-        """Returns `version` with the path of its weights on this machine. Raises if it
-        cannot be published, because a part of its weights is not stored here or its manifest is not valid."""
+        """Returns `version` with the path of its weights on this machine. Raises an error if the version cannot be
+        published, because a part of its weights is not stored here or its manifest is not valid."""
         if version.manifest:
             await self._check_manifest(version)
         elif (known := self._published(version.number)) is not None:  # published again; the ledger compares the two
@@ -187,7 +187,7 @@ async def file_bytes(path: Path, start: int, stop: int) -> AsyncIterator[bytes]:
 
 
 def checked(digest: str) -> str:
-    """Returns `digest` if it has 64 hexadecimal digits in lower case, as names of pieces do; else raises `Unknown`."""
+    """Returns `digest` if it is written as 64 hexadecimal digits in lower case; else raises `Unknown`."""
     if DIGEST.fullmatch(digest) is None:
         raise Unknown(f"{digest[:80]!r} is not a digest; it must have 64 hexadecimal digits in lower case")
     return digest
