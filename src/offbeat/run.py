@@ -323,7 +323,7 @@ class _Training:
         except BaseException as error:  # noqa: BLE001 - raised by `start` or `wait`
             self.ended.set_exception(error)
             if self._is_alone and self.begun.is_set():
-                print(f"offbeat: training has failed: {error}; wait() raises the error", file=sys.stderr, flush=True)
+                print(f"offbeat: training has failed: {error}; wait() raises this error", file=sys.stderr, flush=True)
         else:
             self.ended.set_result(None)
         finally:

@@ -119,7 +119,7 @@ def _pairs(overrides: Sequence[str]) -> list[tuple[str, str | None]]:
         elif found and found[-1][1] is None:
             found[-1] = (found[-1][0], word)
         else:
-            raise UserError(f"{word} belongs to no key; write overrides as --section.key value")
+            raise UserError(f"{word} belongs to no key; write each key and its value as --section.key value")
     return found
 
 
@@ -184,7 +184,7 @@ def _place(data: dict[str, Any], key: str) -> Path:
     if names[1].isdigit():
         index = int(names[1])
         if index > len(tasks):
-            raise UserError(f"--{key}: task.{index} would leave a gap; the next task is task.{len(tasks)}")
+            raise UserError(f"--{key}: there is no task.{len(tasks)} yet; give the next task that number")
         if index == len(tasks):
             tasks.append({})
         return ("task", index, *names[2:])

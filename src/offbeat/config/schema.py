@@ -281,8 +281,8 @@ def engine_can_do_it(config: Config) -> None:
         )
     if config.run.exact and rollout.engine in SERVED:
         raise ValueError(
-            f'rollout.engine = "{rollout.engine}": allowed only "embedded" with run.exact = true, because what a '
-            "server samples depends on what else it computes"
+            f'rollout.engine = "{rollout.engine}": allowed only "embedded" with run.exact = true, because a '
+            "server's answers depend on the other requests that it computes at the same time"
         )
     if rollout.kv == "stale":
         stale_kv_is_usable(config)
@@ -293,8 +293,8 @@ def engine_can_do_it(config: Config) -> None:
         )
     if url is not None and rollout.engine not in SERVED:
         raise ValueError(
-            f'engine.url = "{url}": rollout.engine = "{rollout.engine}" does not say which server that is; add '
-            "--rollout.engine vllm or sglang"
+            f'engine.url = "{url}": cannot be used with rollout.engine = "{rollout.engine}"; set rollout.engine to '
+            '"vllm" or "sglang", the program that serves this URL'
         )
 
 
@@ -348,7 +348,7 @@ def loss_is_known(config: Config) -> None:
     if chosen.policy == "sequence_clip" and chosen.aggregate != "sequence_mean":
         raise ValueError(
             f'loss.aggregate = "{chosen.aggregate}": allowed only "sequence_mean" with loss.name = "{loss.name}", '
-            "because its ratio is that of a whole answer, and any other aggregate would weight answers by their length"
+            "because this loss has one ratio per answer, and any other aggregate would weight answers by their length"
         )
     if config.reward.overlong_tokens >= config.rollout.max_new_tokens:
         raise ValueError(
@@ -363,7 +363,7 @@ def gate_has_a_baseline(config: Config) -> None:
         if chosen.drop_no_signal and chosen.advantage in BEYOND_SIBLINGS:
             raise ValueError(
                 f'batch.drop_no_signal = true: must be false with loss.advantage = "{chosen.advantage}", because '
-                "groups whose rewards are all equal are then of use, too"
+                "groups whose rewards are all equal can then be trained on, too"
             )
         return
     gate = f'batch.gate = "{batch.gate}"'
@@ -374,12 +374,13 @@ def gate_has_a_baseline(config: Config) -> None:
         )
     if batch.min_group != MIN_GROUP:
         raise ValueError(
-            f"batch.min_group = {batch.min_group}: leave it out with {gate}, because answers are then trained singly"
+            f"batch.min_group = {batch.min_group}: leave it out with {gate}, because each answer is then trained on "
+            "its own"
         )
     if batch.gate == "release" and chosen.advantage in BEYOND_SIBLINGS:
         raise ValueError(
-            f'{gate}: loss.advantage = "{chosen.advantage}" does not compare the answers to one prompt; set '
-            'batch.gate = "batch"'
+            f'{gate}: cannot be used with loss.advantage = "{chosen.advantage}", which does not compare the answers to '
+            'one prompt; set batch.gate = "batch"'
         )
     if batch.gate == "batch" and chosen.advantage in set(ADVANTAGES) - set(BEYOND_SIBLINGS):
         raise ValueError(
@@ -391,8 +392,8 @@ def gate_has_a_baseline(config: Config) -> None:
 def stale_data_is_corrected(config: Config) -> None:
     if resolve_loss(config).correction == "off" and config.schedule.bound > 0:
         raise ValueError(
-            'loss.correction = "off": tokens up to schedule.max_staleness = '
-            f"{config.schedule.bound} steps old would count like fresh ones; set another loss.correction"
+            f'loss.correction = "off": cannot be used with schedule.max_staleness = {config.schedule.bound}, because '
+            "tokens of older weights would be trained on without a correction; set another loss.correction"
         )
 
 

@@ -63,7 +63,7 @@ def load(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read as a file of secrets: {error}") from error
+        raise UserError(f"{file}: cannot be read: {error}; give a readable JSON file with URLs by key") from error
     if is_open:
         raise UserError(f"{file} holds secrets and is open to other users; run chmod 600 {file}")
     if not isinstance(found, dict):

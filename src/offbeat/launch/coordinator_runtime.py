@@ -182,8 +182,8 @@ def _record_fixed(folder: RunFolder, key: str, fact: str, value: Any) -> None:
         folder.event(fact, value=value)
     elif before["value"] != value:
         raise UserError(
-            f"{key}: the run began with {fact} {before['value']}, now it is {value}; restore the "
-            "first value, or start a new run"
+            f"{key}: the run began with {fact} = {before['value']}, but {fact} is now {value}; set {key} back to what "
+            "the run began with, or start a new run"
         )
 
 

@@ -45,7 +45,7 @@ def choose(config: Config, *, has_gpu: bool, has_vllm: Callable[[], bool]) -> Ch
         return Choice("embedded", "there is no GPU here")
     if not has_vllm():
         return Choice("embedded", "vLLM is not installed here", INSTALL_VLLM)
-    return Choice("vllm", "there is a GPU here, and vLLM")
+    return Choice("vllm", "there is a GPU here, and vLLM is installed")
 
 
 def _why_embedded(config: Config) -> str:
@@ -54,9 +54,9 @@ def _why_embedded(config: Config) -> str:
     obstacles = {
         "run.exact = true": config.run.exact,
         f'model.device = "{device}"': device.partition(":")[0] in ("cpu", "mps"),
-        'model.dtype = "float32" with model.lora_rank': has_adapters and config.model.dtype == "float32",
-        'rollout.kv = "stale" with model.lora_rank': has_adapters and config.rollout.kv == "stale",
-        'rollout.kv = "stale" with schedule.mode = "alternate"': (
+        'model.dtype = "float32" and model.lora_rank': has_adapters and config.model.dtype == "float32",
+        'rollout.kv = "stale" and model.lora_rank': has_adapters and config.rollout.kv == "stale",
+        'rollout.kv = "stale" and schedule.mode = "alternate"': (
             config.rollout.kv == "stale" and config.schedule.mode != "overlap"
         ),
     }

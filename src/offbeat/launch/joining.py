@@ -129,8 +129,8 @@ async def _membership(invitation: Invitation, connection: Connection) -> Members
                 raise
             if not saved.has_token(invitation.token_file):
                 raise RunOver(
-                    f"{known.worker}: run {known.run} has ended, and its coordinator answers no more; nothing is left "
-                    "to do"
+                    f"{known.worker}: run {known.run} has ended, and its coordinator does not answer any more; nothing "
+                    "is left to do"
                 ) from error
             connection.secret = None  # the token is for another run, which will be served here
     with interruptible():  # a person may be asked for it
@@ -140,7 +140,7 @@ async def _membership(invitation: Invitation, connection: Connection) -> Members
     if member.credentials.role is not invitation.role:
         raise UserError(
             f"{saved.TOKEN_VARIABLE}: the token is for the role {member.credentials.role.value}, not "
-            f"{invitation.role.value}; offbeat worker token RUN --role {invitation.role.value} gives one"
+            f"{invitation.role.value}; get the right one with: offbeat worker token RUN --role {invitation.role.value}"
         )
     saved.save(file, member.credentials)
     return member
@@ -199,4 +199,7 @@ def _first_free(name: str, url: str) -> tuple[Path, str, FolderLock]:
         make_private(path)
         with suppress(FolderInUse):
             return path, numbered, FolderLock(path / LOCK)
-    raise UserError(f"{path.parent}: {name} to {numbered} are all in use by other workers; name a folder with --dir")
+    raise UserError(
+        f"{path.parent}: the folders {name} to {numbered} are all in use by other processes; give another folder with "
+        "--dir"
+    )

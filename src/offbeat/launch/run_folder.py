@@ -167,7 +167,9 @@ class RunFolder:
             with readable_by(config.run.access):
                 make_folder(path)
         except OSError as error:
-            raise UserError(f"run.dir = {show(config.run.dir)}: {path} cannot be created: {error.strerror}") from error
+            raise UserError(
+                f"run.dir = {show(config.run.dir)}: {path} cannot be created: {error.strerror}; choose another run.dir"
+            ) from error
         refuse_used(path, from_python=from_python)
         with _owned(path) as lock:
             refuse_used(path, from_python=from_python)  # again, under the lock
@@ -347,7 +349,7 @@ def refuse_used(path: Path, *, from_python: bool = False) -> None:
             resume, name = (f'resume="{path}"', "name=") if from_python else (f"--resume {path}", "run.name")
             raise UserError(f"{path}: this run exists; continue it with {resume}, or choose another {name}")
     elif path.is_dir() and any(entry.name != LOCK for entry in path.iterdir()):
-        raise UserError(f"{path}: exists already and holds no run; choose another run.name or run.dir")
+        raise UserError(f"{path}: this folder exists, but holds no run; choose another run.name or run.dir")
 
 
 def has_begun(path: Path) -> bool:
@@ -477,8 +479,8 @@ def refuse_trainer_elsewhere(path: Path) -> None:
     if trainer is not None and trainer.checkpoint_step is not None and trainer.home != home:
         raise UserError(
             f"{path}: its checkpoints are with the trainer that joined it ({trainer}); continue with offbeat serve "
-            f"--resume {path}, and start that trainer again with the same --dir; or add --from-scratch, which undoes "
-            "all steps"
+            f"--resume {path}, and start that trainer again with the same --dir; or start the training over with "
+            "--from-scratch, which undoes all steps"
         )
 
 

@@ -56,7 +56,8 @@ def read_address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise UserError(
-            f"--peer-address {text!r}: write HOST:PORT, at which the site's workers reach this one; port 0 is any port"
+            f"--peer-address {text!r}: write it as HOST:PORT, the address at which other workers of the site reach "
+            "this worker; port 0 stands for any free port"
         )
     return host.strip("[]"), int(port)
 
