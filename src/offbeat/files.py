@@ -43,7 +43,8 @@ def cannot_write(path: Path | str, error: OSError, then: str = "then resume the 
 
 
 def remedy(error: Exception) -> str:
-    """Returns what to do about a disk error, in words. An error without a number (errno) is taken for a full disk."""
+    """Returns in words what a user can do about a disk error. An error without a number (errno) is taken for a full
+    disk."""
     return REMEDIES.get(getattr(error, "errno", None) or errno.ENOSPC, "correct the cause")
 
 

@@ -3,7 +3,7 @@
     run.toml:7: batch.group_sise = 16: unknown key; did you mean group_size?
     --optimizer.schedule = "cosin": allowed "constant", "linear", "cosine"; did you mean "cosine"?
 
-The first mistake in the file is explained; the others are only named.
+The first mistake in a file is explained; other mistakes are only named.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class ValueOrigin:
     root: type[Section] = Config
     """Pydantic model of the whole file."""
     from_python: bool = False
-    """Whether the values are arguments of a call."""
+    """Whether the values are arguments of a call from Python, such as `offbeat.train`."""
 
     def line(self, place: Path) -> int | None:
         """Returns the line of a key, or of the nearest table around it; None: unknown."""
@@ -113,7 +113,8 @@ class ValueOrigin:
 
 
 def explain(error: ValidationError, data: Mapping[str, Any], origin: ValueOrigin) -> UserError:
-    """Returns the error to raise for a configuration that did not validate, with its first mistake in one line."""
+    """Returns the error to raise for a configuration that failed pydantic's validation. Its message explains the first
+    mistake in one line and names others."""
     mistakes = [_Mistake(item, data, origin) for item in error.errors(include_url=False)]
     found = list({mistake.place: mistake for mistake in mistakes}.values())  # a key with alternatives has several
     found.sort(key=lambda mistake: mistake.order)

@@ -268,8 +268,8 @@ def known_keys(root: type[Section] = Config) -> list[str]:
 
 
 def suggest_key(place: Path, data: Mapping[str, Any], root: type[Section] = Config) -> str:
-    """Returns advice about an unknown key: the nearest spelling, the section that has it, or the allowed keys. If
-    tasks of another source have the key, says so."""
+    """Returns advice about an unknown key: the nearest spelling, the section that has the key, or the allowed keys. If
+    the key belongs only to tasks of another `source`, the advice lists the keys of this task's source."""
     name = str(place[-1])
     model = model_at(place[:-1], data, root)
     names = list(model.model_fields) if model else []

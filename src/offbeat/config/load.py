@@ -64,7 +64,7 @@ def load_as(
     path: pathlib.Path | str, root: type[AnySection], refusal: Callable[[Mapping[str, Any]], str] | None = None
 ) -> tuple[AnySection, ValueOrigin]:
     """Loads a TOML file, such as a cluster's, into the pydantic model `root`; also returns where its values came from,
-    for errors. `refusal` says what is wrong with the file as a whole; "" if nothing is."""
+    for errors. `refusal` takes the file's content and returns what is wrong with the file as a whole, or ""."""
     origin = ValueOrigin(root=root)
     data = _read(pathlib.Path(path), origin)
     if refusal is not None and (why := refusal(data)):
@@ -201,7 +201,7 @@ def _put(data: dict[str, Any], place: Path, value: Any, key: str) -> None:
         elif isinstance(inner, list) and isinstance(name, int):
             inner = inner[name]
     if not isinstance(inner, dict):
-        raise UserError(f"{key}: {dotted(place[:-1])} is a single value and has no keys of its own")
+        raise UserError(f"{key}: {dotted(place[:-1])} is a single value and has no keys of its own; set it by itself")
     inner[place[-1]] = value
 
 

@@ -139,7 +139,8 @@ class LossConfig(Section):
     value_coef: float = free(0.1, gt=0)
     """Weight of the value head's loss in advantage = "gae"."""
     max_logprob_gap: float = free(0.05, gt=0)
-    """Mean gap of engine and trainer log-probs that raises an alarm. Only fresh tokens are compared."""
+    """Mean gap between the engine's and the trainer's log-probs above which an alarm is raised. Only tokens of the
+    current weights are compared."""
     audit_share: float = free(0.3, ge=0, le=1)
     """Share of tokens of older weights whose log-probs are audited. Where workers are separate processes, the trainer
     recomputes them with the weights that sampled the tokens. Fresh tokens are always compared. With 0, a worker can
@@ -157,7 +158,7 @@ class LossConfig(Section):
 
 @dataclass(frozen=True)
 class ResolvedLoss:
-    """The loss settings of a run, with every default decided."""
+    """The loss settings of a run, with defaults filled in for all keys that are not set."""
 
     policy: str
     advantage: str
@@ -172,7 +173,7 @@ class ResolvedLoss:
 
 
 def resolve_loss(config: Config) -> ResolvedLoss:
-    """Returns the loss settings of a run: keys that were given, otherwise the values of the preset `loss.name`."""
+    """Returns the loss settings of a run: the value of each key that is set, otherwise the default for `loss.name`."""
     loss, preset = config.loss, config.loss.preset
     correction = loss.correction or _correction(config)
     low, high = IMPORTANCE[correction]
@@ -192,7 +193,8 @@ def resolve_loss(config: Config) -> ResolvedLoss:
 
 
 def _advantage(config: Config) -> str:
-    """Returns the preset's advantage, or its replacement if `batch.gate` rules it out."""
+    """Returns the default of `loss.advantage`: the advantage of the preset `loss.name` or, if `batch.gate` does not
+    allow this one, its replacement."""
     preset, gate = config.loss.preset.advantage, config.batch.gate
     if gate == "batch" and preset not in BEYOND_SIBLINGS:
         return "batch"
@@ -200,7 +202,8 @@ def _advantage(config: Config) -> str:
 
 
 def _correction(config: Config) -> Correction:
-    """Returns the default correction: "off" if all data comes from the current weights and the embedded engine."""
+    """Returns the default of `loss.correction`: "off" if all tokens come from the current weights and the embedded
+    engine, otherwise "sequence_tis" for gspo and "tis" for other losses."""
     is_embedded = config.rollout.engine == "embedded" or config.run.exact
     if config.schedule.bound == 0 and is_embedded:
         return "off"
@@ -299,8 +302,8 @@ def engine_can_do_it(config: Config) -> None:
 
 
 def stale_kv_is_usable(config: Config) -> None:
-    """Raises `ValueError` if the engine drops its KV cache when weights are loaded, or if no answer continues after new
-    weights are loaded."""
+    """Raises `ValueError` if `rollout.kv = "stale"` cannot be used: the engine drops its KV cache when weights are
+    loaded, no answer continues after new weights are loaded, or `run.exact` is true."""
     engine, refused = config.rollout.engine, 'rollout.kv = "stale": cannot be used'
     if engine == "paced":
         raise ValueError(
@@ -562,7 +565,7 @@ class BatchConfig(Section):
     """Condition for training on an answer. strict: its whole group is scored. release: the answer itself is scored; its
     baseline comes from the siblings scored by then. batch: as release, but the baseline comes from the batch."""
     min_group: int = Field(MIN_GROUP, ge=MIN_GROUP)
-    """Fewest scored answers with which a group is trained (gate = "strict")."""
+    """Smallest number of scored answers with which a group is trained on (gate = "strict")."""
     drop_no_signal: bool | None = None
     """Replace groups whose rewards are all equal (dynamic sampling). Without it, only for dapo."""
     max_redraws: float = Field(4.0, ge=0)
@@ -576,7 +579,7 @@ class BatchConfig(Section):
 
     @property
     def assumed_tokens(self) -> int:
-        """Largest number of tokens of a micro-batch, where it is not measured on a GPU."""
+        """Largest number of tokens of a micro-batch, for a run in which this number is not measured on a GPU."""
         return MICROBATCH_TOKENS if self.tokens_per_microbatch == "auto" else self.tokens_per_microbatch
 
     @property
@@ -769,7 +772,7 @@ class LogConfig(Section):
 
 
 class Config(Section):
-    """A whole run."""
+    """The configuration of a whole run."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()

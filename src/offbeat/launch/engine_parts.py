@@ -30,7 +30,8 @@ class Engines(Protocol):
     """Whether `open` can be called again after an engine died."""
 
     async def open(self) -> Engine:
-        """Opens an engine, which serves nothing before its first weights. Call `dispose` first if another one died."""
+        """Opens an engine, which generates nothing before its first weights are loaded. If the previous engine died,
+        `dispose` must be called first."""
         ...
 
     async def wait_exited(self) -> EngineDied:
@@ -99,8 +100,9 @@ def engines_of(
 
 
 class HasAdapterBase:
-    """Callable that returns whether the worker already has the adapters' base model with the given digest, and so need
-    not fetch it. Always True for an engine that runs as a server, because a server uses no base but model.path."""
+    """Callable that returns whether the worker already has the adapters' base model with the given digest. If it
+    returns True, the worker does not fetch the base model. Always True for an engine that runs as a server, because a
+    server can only use the base model in `model.path`."""
 
     def __init__(self, engines: Engines, config: Config):
         self._engines, self._config = engines, config

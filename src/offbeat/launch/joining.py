@@ -37,7 +37,7 @@ LOCAL_TOKEN_MINUTES = 5.0
 """Minutes for which the join tokens of child processes on this machine are valid; these processes join at once."""
 CREDENTIALS, KEY = "credentials.json", "joining.key"
 OVER = "over"
-"""Suffix of the name of a file in a member's folder. If the file exists, the member left because its run was over."""
+"""End of the name of a file in a member's folder. The file exists if the member has left because its run was over."""
 MAX_FOLDERS = 1000
 
 
@@ -80,7 +80,8 @@ def new_token(run: Path, role: str) -> str:
 
 @asynccontextmanager
 async def joined(invitation: Invitation, overrides: Sequence[str]) -> AsyncIterator[JoinedRun]:
-    """Joins or rejoins a run, and yields the membership; `overrides` are configuration keys from this command line."""
+    """Joins or rejoins a run, and yields the membership. `overrides` are words of this process's command line that set
+    configuration keys."""
     connection = Connection(
         invitation.url,
         ca_file=invitation.ca_file,
@@ -100,7 +101,7 @@ async def joined(invitation: Invitation, overrides: Sequence[str]) -> AsyncItera
 def own_config(invitation: Invitation, sent: Mapping[str, Any], overrides: Sequence[str]) -> Config:
     """Returns the configuration that the coordinator `sent`, with `overrides` and this machine's secrets. If the
     coordinator is not trusted, values that it may not choose for this machine are replaced by defaults. Raises
-    `UserError` if the member needs such a value and `overrides` lacks it."""
+    `UserError` if the member needs such a value and `overrides` does not set it."""
     file = invitation.folder / f"{invitation.role.value}-{CONFIG}"
     if (given := invitation.secrets_file) is not None and not given.is_file():
         raise UserError(f"--secrets-file {given}: there is no such file")
@@ -147,7 +148,7 @@ async def _membership(invitation: Invitation, connection: Connection) -> Members
 
 
 def make_private(path: Path) -> None:
-    """Makes a folder that no other user can enter; does not change the permissions of an existing folder."""
+    """Creates a folder that no other user can enter; leaves an existing folder and its permissions as they are."""
     with readable_by("private"):
         make_folder(path)
 
@@ -174,7 +175,7 @@ def own_folder(directory: str | None, name: str | None, url: str, lock_name: str
     """Locks a folder for a member (worker, judge or trainer); yields the folder and the name to join with.
 
     If `directory` is None, the folder is in the user's cache, named by `name` or, without a name, by the machine. If
-    another process uses this folder, a number is added to the name: the lowest one that makes an unused folder. So a
+    another process uses this folder, a number is added to the name: the lowest one whose folder is not in use. So a
     restarted worker finds its own folder again.
     """
     if directory is not None:

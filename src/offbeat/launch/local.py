@@ -165,7 +165,8 @@ async def _run(folder: RunFolder, given: Given, *, from_scratch: bool) -> dict[s
 async def _work(
     config: Config, runtime: CoordinatorRuntime, worker: Worker, trainer: Trainer, stopping: Stopping
 ) -> None:
-    """Runs worker and trainer until the trainer is done, and reports evaluations; an error in one of them ends all."""
+    """Runs worker and trainer until the trainer has ended, and reports evaluations meanwhile. An error in one of these
+    tasks ends all of them."""
     async with asyncio.TaskGroup() as parts:
         working = parts.create_task(worker.run())
         first = max(trainer.step, first_to_evaluate(runtime.reporter.folder, up_to=trainer.step))

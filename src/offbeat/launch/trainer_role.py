@@ -1,7 +1,8 @@
 """The trainer's process: `offbeat trainer --join URL`.
 
-It keeps checkpoints in its own folder, and sends metrics and events to the coordinator. It also sends versions if the
-two share neither a disk nor a store. When asked to stop, it finishes the current step and ends with a checkpoint.
+It keeps checkpoints in its own folder, and sends metrics and events to the coordinator. It also sends versions if it
+shares neither a disk nor a store with the coordinator. When asked to stop, it finishes the current step and ends with a
+checkpoint.
 """
 
 from __future__ import annotations
