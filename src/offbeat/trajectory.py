@@ -377,7 +377,8 @@ class Task:
 
 
 class Reward(msgspec.Struct, frozen=True):
-    """A value that an answer earned at a token position of the response; -1 is the last token. `weight` scales it."""
+    """A value that an answer earned at a token position of the response; -1 is the last token. `weight` scales the
+    value."""
 
     value: float
     name: str = "reward"

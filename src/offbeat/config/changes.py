@@ -34,7 +34,7 @@ class Change(NamedTuple):
 def fixed_changes(old: Mapping[str, Any], new: Config) -> list[Change]:
     """Returns the changes in `new`, compared with a run's stored configuration `old`, of keys that are fixed for the
     life of a run. A run cannot be resumed with such a change. A change of `rollout.engine` from "auto" is left out,
-    because such a run has no engine of its own: each worker chose one."""
+    because with "auto" each worker chooses its own engine."""
     changes = [change for place, change in _changes(old, new) if not _may_change(place, new)]
     return [change for change in changes if (change.key, change.old) != ("rollout.engine", "auto")]
 

@@ -240,13 +240,13 @@ def _as_section(name: str, known: FieldInfo, value: Any) -> str:
 
 
 def show(value: Any) -> str:
-    """Returns a value as written in TOML, without secrets, and cut if long."""
+    """Returns a value as text, written as in TOML, without secrets, and shortened if it is long."""
     text = json.dumps(shown_value(value), ensure_ascii=False, default=str)
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + "…"
 
 
 def range_in_words(known: FieldInfo) -> str:
-    """Returns the range of numbers that a field allows, such as `1 to 5` or `0 or more and less than 1`."""
+    """Returns in words the range of numbers that a field allows, such as `1 to 5` or `0 or more and less than 1`."""
     low = next((m for m in known.metadata if isinstance(m, Ge | Gt)), None)
     high = next((m for m in known.metadata if isinstance(m, Le | Lt)), None)
     if isinstance(low, Ge) and isinstance(high, Le):
@@ -260,7 +260,8 @@ def range_in_words(known: FieldInfo) -> str:
 
 
 def alternatives_in_words(known: FieldInfo) -> str:
-    """Returns what a field of numbers or words allows, such as `1 or more, or "auto"`; empty for other fields."""
+    """Returns in words the values that a field of numbers and words allows, such as `1 or more, or "auto"`; "" for any
+    other field."""
     arms = get_args(known.annotation)
     ranges = [range_in_words(inner) for arm in arms if get_origin(arm) is Annotated for inner in arm.__metadata__]
     words = [word for arm in arms if get_origin(arm) is Literal for word in get_args(arm)]

@@ -78,7 +78,8 @@ class _Scanner:
         return (*path, count)
 
     def _inside(self, names: list[str]) -> Path:
-        """Returns the place of the table `names`; the name of an array of tables stands for its last table so far."""
+        """Returns the place of the table whose dotted name has the parts `names`. The name of an array of tables stands
+        for the last table of this array so far."""
         path: Path = ()
         for name in names:
             path = (*path, name)

@@ -81,7 +81,8 @@ def resolved(config: Config) -> dict[str, Any]:
 
 
 def typed_keys(overrides: Sequence[str]) -> dict[str, str | None]:
-    """Returns the dotted keys of a command line with the texts of their values; None for a switch without a text."""
+    """Returns the texts of the values in `overrides` (words of a command line), by dotted key; None for a key without a
+    text, such as `--run.exact`."""
     return {key.replace("-", "_"): text for key, text in _pairs(overrides)}
 
 
@@ -110,7 +111,8 @@ def _is_switch_value(word: str) -> bool:
 
 
 def _pairs(overrides: Sequence[str]) -> list[tuple[str, str | None]]:
-    """Returns the dotted keys of a command line and the texts of their values; None for a switch without a text."""
+    """Returns the dotted keys in `overrides` (words of a command line), as typed, each with the text of its value; None
+    for a key without a text, such as `--run.exact`."""
     found: list[tuple[str, str | None]] = []
     for word in overrides:
         if word.startswith("--"):
@@ -233,7 +235,7 @@ def _toml(text: str) -> Any:
 
 
 def _nothing(data: dict[str, Any]) -> None:
-    """Replaces "none" by None for keys that may be absent."""
+    """Replaces the value "none" by None in all keys of `data` that may be absent."""
     for place, value in list(leaves(data)):
         if value == "none" and accepts(field_at(place, data), None):
             value_at(data, place[:-1])[place[-1]] = None

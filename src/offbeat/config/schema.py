@@ -629,7 +629,7 @@ class ScheduleConfig(Section):
 
     @property
     def factor(self) -> float | Literal["auto"]:
-        """Groups in flight, divided by groups per step."""
+        """Configured number of groups in flight, divided by groups per step, or "auto"."""
         if self.bound == 0:
             return 1.0
         return "auto" if self.over_provision is None else self.over_provision

@@ -37,8 +37,8 @@ def secrets_in(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restored(data: Mapping[str, Any], secrets: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of `data` with `secrets` (values by dotted key) put back. If the value of a key
-    in `data` was changed after its secret was saved, the changed value stays."""
+    """Returns a copy of `data` with `secrets` (values by dotted key) put back. If the value of a key in `data` was
+    changed after its secret was saved, the changed value stays."""
     whole = copy.deepcopy(dict(data))
     for key, value in secrets.items():
         *parents, name = (int(part) if part.isdecimal() else part for part in key.split("."))

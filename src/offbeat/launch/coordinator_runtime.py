@@ -34,7 +34,7 @@ from offbeat.weights.version import WeightFolder
 
 @dataclass(frozen=True)
 class Prepared:
-    """Parts of a coordinator that are built before the ledger, so that errors in prompts are found first."""
+    """Parts of a coordinator that are built before the ledger is created, so that errors in prompts are found early."""
 
     tokens: wiring.TokenLimits
     issuer: Issuer
@@ -142,7 +142,7 @@ async def _show_activity(
 def in_words(
     activity: Activity, only_worker: str, server: str = "", *, had_worker: bool, tokens_per_second: float = 0.0
 ) -> str:
-    """Describes what a run is doing.
+    """Returns a short text about what a run is doing, such as "training, answers 12/64".
 
     `only_worker` is the name of the worker in a run of one process, "" in any other run. `server` is the engine that
     workers start as a process, which takes long; "" if they start none. `had_worker`: whether a worker has been present
@@ -197,8 +197,8 @@ def first_to_evaluate(folder: RunFolder, up_to: int | None = None) -> int:
 
 
 async def report_evaluations(config: Config, runtime: CoordinatorRuntime, first_step: int) -> None:
-    """Reports the evaluations of all steps from `first_step` on that are evaluated (`eval.every`). Waits for each
-    evaluation until it is complete, without a time limit."""
+    """Reports the evaluation of each step from `first_step` on that has one (`eval.every`). Waits, without a time
+    limit, until an evaluation is complete before it is reported."""
     plan = runtime.coordinator.issuer.eval_plan
     for step in range(first_step, config.run.steps + 1):
         if plan.is_due(step, config.run.steps):

@@ -65,8 +65,8 @@ def _why_embedded(config: Config) -> str:
 
 def with_chosen_engine(config: Config) -> tuple[Config, Choice | None]:
     """Returns the configuration with the engine chosen for this machine, and the choice. If the chosen engine runs as a
-    server and `rollout.workers` is not set, it becomes 1, because a server needs a worker process. A configuration that
-    names its engine is returned as it is, with None as the choice."""
+    server and `rollout.workers` is not set, `rollout.workers` becomes 1, because a server needs a worker process. A
+    configuration that names its engine is returned as it is, with None as the choice."""
     if config.rollout.engine != AUTO:
         return config, None
     choice = choose(config, has_gpu=has_gpu(), has_vllm=lambda: has_vllm(config.engine.python))

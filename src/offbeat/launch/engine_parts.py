@@ -87,9 +87,9 @@ class OwnEngine:
 def engines_of(
     config: Config, name: str, folder: Path, log: Path | None = None, *, beside_trainer: Path | None = None
 ) -> Engines:
-    """Returns the opener of engines for worker `name`. The output of an engine's server goes to file `log`; None: to a
-    file in `folder`, the worker's folder. `beside_trainer` is the run's folder if the server shares its GPU with the
-    trainer, else None."""
+    """Returns the `Engines` of worker `name`. The output of an engine's server goes to file `log`; None: to a file in
+    `folder`, the worker's folder. `beside_trainer` is the run's folder if the server shares its GPU with the trainer,
+    else None."""
     if config.rollout.engine in SERVED:
         from offbeat.engines.process.lifecycle import ServerEngines
 
@@ -131,8 +131,8 @@ class HasAdapterBase:
 
 
 def check_engine(config: Config, num_workers: int | None) -> None:
-    """Raises a `UserError` if one command cannot start `num_workers` workers with the configured engine. None means a
-    run in one process, which allows no engine that runs as a server."""
+    """Raises a `UserError` if one command cannot start `num_workers` workers with the configured engine. `num_workers`
+    is None for a run in one process, which allows no engine that runs as a server."""
     engine, url = config.rollout.engine, config.engine.url
     if engine in SERVED and num_workers is None:
         raise UserError(

@@ -22,8 +22,8 @@ LEAST_BYTES = 2_500_000_000
 OUTSIDE_BYTES = 2_000_000_000
 """Memory that trainer and server take besides tensors: CUDA's own for each process, and CUDA graphs."""
 LOCK = "gpu.lock"
-"""File in a run's folder. On a GPU that trainer and servers share, a process locks it while it takes its memory at
-the start (`taking_turns`)."""
+"""File in a run's folder. On a GPU that trainer and servers share, a process locks it while it takes its memory at the
+start (`taking_turns`)."""
 
 
 @contextmanager

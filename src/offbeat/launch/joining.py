@@ -73,7 +73,7 @@ class JoinedRun:
 
 
 def new_token(run: Path, role: str) -> str:
-    """Issues a join token, by which a child process on this machine can join the run in folder `run`."""
+    """Returns a new join token, with which a child process on this machine can join the run in folder `run`."""
     with Ledger(run / "ledger.sqlite", must_exist=True) as ledger, ledger.naming_damage():
         return ledger.issue_token(Role(role), LOCAL_TOKEN_MINUTES)
 

@@ -134,7 +134,8 @@ def rewards_in(overrides: Sequence[str]) -> set[str]:
 
 
 async def judge(invitation: Invitation, overrides: Sequence[str]) -> str | None:
-    """Joins a run and scores samples until the run is over; returns the reason if it was stopped earlier, else None."""
+    """Joins a run and scores samples until the run is over. Returns None, or the reason if this judge was stopped
+    before."""
     async with AsyncExitStack() as stack:
         member = await stack.enter_async_context(joined(invitation, overrides))
         processes = member.config.reward.processes

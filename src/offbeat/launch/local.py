@@ -1,4 +1,5 @@
-"""A whole run in one process: the coordinator, one worker and the trainer, which use only the client interface.
+"""A whole run in one process, which has one worker. Worker and trainer use the coordinator through its client
+interface.
 
 A wrong task or reward is reported before torch is imported. A run ends with its last step, or by Ctrl-C, SIGTERM or
 `run.max_hours`, always with a checkpoint. It may also end with an error; then it can be resumed from the ledger and the
@@ -49,7 +50,8 @@ def train(
 ) -> dict[str, Any]:
     """Runs a configuration to its end in this process and returns the run's summary.
 
-    `resume` is the folder of a run to resume; with `from_scratch`, that run starts again if its checkpoints are lost.
+    `resume` is the folder of a run to resume; with `from_scratch`, that run starts again from step 0 if its checkpoints
+    are lost.
     """
     given = given or Given()
     check_sinks(config.log.sinks)

@@ -150,8 +150,8 @@ def _import_transformers() -> None:
 
 
 async def check_roles(config: Config) -> list[str]:
-    """Returns lines that name the device and the workers' engine, for `--dry-run`. Raises `UserError` if this machine
-    does not have the device, or the engine is not installed."""
+    """Returns lines that name the device and the workers' engine. Raises `UserError` if this machine does not have the
+    device, or the engine is not installed."""
     return [*await check_device(config.model.device), *await check_server(config)]
 
 

@@ -189,7 +189,7 @@ class _ThreadRun(Generic[T]):
 
     @contextmanager
     def passing_on(self, handler: Handler) -> Iterator[None]:
-        """Within the block, signals call `handler` in the coroutine's event loop. Outside, they cancel the
+        """Within the block, signals call `handler` in the coroutine's event loop. Outside the block, signals cancel the
         coroutine."""
         self._pass_on = handler
         try:

@@ -107,8 +107,8 @@ class Supervisor:
     ):
         """`serve` holds the arguments of the coordinator's first start. `resume` holds those of its restarts, without
         the run's folder, which is added. With `from_scratch`, the trainer's first process may begin the run again if
-        the checkpoints are lost; the trainer's later processes continue that run. `given` is what a Python program
-        adds to the configuration. Its sinks get the rows of metrics.jsonl after the first `num_read` bytes."""
+        the checkpoints are lost; the trainer's later processes continue that run. `given` is what a Python program adds
+        to the configuration. Its sinks get the rows of metrics.jsonl after the first `num_read` bytes."""
         self.given = given or Given()
         self.config, self._resume, self._from_scratch = config, resume, from_scratch
         self.coordinator = Child("coordinator", serve)
@@ -334,8 +334,8 @@ def _line(descriptor: int) -> bytes:
 
 
 def _threads(config: Config) -> dict[str, str]:
-    """Returns environment variables that divide the CPU cores among trainer and workers. Returns none if `run.threads`
-    or `OMP_NUM_THREADS` is set, which then decides."""
+    """Returns environment variables that divide the CPU cores among trainer and workers. Returns an empty dict if
+    `run.threads` or `OMP_NUM_THREADS` is set, which then decides."""
     if config.run.threads is not None or "OMP_NUM_THREADS" in os.environ:
         return {}
     return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ((config.rollout.workers or 0) + 1)))}

@@ -155,8 +155,8 @@ def _response(problem: Problem, text: str | None) -> RewardInput:
 
 
 def need_processes(config: Config, why: str) -> None:
-    """Raises a `UserError` if reward.processes = 0. For runs that judges cannot join: nothing would compute their
-    rewards. `why` is the end of the message, which says why judges cannot join, and what to do."""
+    """Raises a `UserError` if reward.processes = 0, for a run that judges cannot join: nothing would compute its
+    rewards. `why` is the end of the error's message, which says why judges cannot join, and what to do."""
     if not config.reward.processes:
         raise UserError(f"reward.processes = 0: allowed 1 or more here, because {why}")
 

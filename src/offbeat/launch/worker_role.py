@@ -163,7 +163,7 @@ async def work(
     engine_log: Path | None = None,
     beside_trainer: Path | None = None,
 ) -> str | None:
-    """Joins a run and works until it is over; returns the reason if it was stopped earlier, else None.
+    """Joins a run and works until the run is over. Returns None, or the reason if this worker was stopped before.
 
     Weight files of a trusted coordinator on this machine are read in place, unless `shares_disk` is False. The output
     of an engine's server goes to file `engine_log`; None: to a file in the worker's folder. `beside_trainer` is the
