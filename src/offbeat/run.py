@@ -363,7 +363,8 @@ class _Training:
 
     def _drawn_here(self) -> Callable[[], None] | None:
         """Returns a function that draws the present content of the run's console in the current notebook cell. Returns
-        None outside a notebook, and if training was started with `wait`, because its own cell has shown the console."""
+        None outside a notebook. Also returns None if training was started with `wait`, because the cell that started
+        the training has shown the console."""
         from offbeat.observability.console import in_notebook
 
         if not self._is_alone or not in_notebook():
