@@ -89,7 +89,7 @@ def test_a_bad_segment_is_refused_and_changes_nothing(name):
 def test_nothing_follows_an_end():
     whole = trajectory()
     whole.append(sampled(0), End.LENGTH)
-    with pytest.raises(SegmentError, match="already ended by length"):
+    with pytest.raises(SegmentError, match='already ended: its end is "length"'):
         whole.append(sampled(2))
     with pytest.raises(SegmentError, match="already ended"):
         whole.finish(End.STOP)

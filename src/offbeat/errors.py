@@ -44,4 +44,4 @@ class RunInterrupted(RunOver):
 
 
 class RunStopped(OffbeatError):
-    """A run ended itself to protect the user's training; the message says why."""
+    """A run stopped by itself, because it could not go on or would have spoiled the training; the message says why."""

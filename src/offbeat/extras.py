@@ -27,9 +27,9 @@ owns_process = False
 
 @contextmanager
 def hidden(package: str) -> Iterator[None]:
-    """Makes imports of `package` fail within the block, so that libraries take it for not installed. Does nothing if
-    `package` is already loaded. Also does nothing without `owns_process`, because a library would still take `package`
-    for missing when other work in this process needs it."""
+    """Makes imports of `package` fail within the block, so that libraries behave as if `package` were not installed.
+    Does nothing if `package` is already loaded. Also does nothing unless `owns_process` is true, because these
+    libraries would behave so after the block, too, when other work in this process may need `package`."""
     if not owns_process or package in sys.modules:
         yield
         return

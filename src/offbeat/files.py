@@ -43,7 +43,8 @@ def cannot_write(path: Path | str, error: OSError, then: str = "then resume the 
 
 
 def remedy(error: Exception) -> str:
-    """Returns what to do about a disk error, in words. An error without a number (errno) is taken for a full disk."""
+    """Returns in words what a user can do about a disk error. An error without a number (errno) is taken for a full
+    disk."""
     return REMEDIES.get(getattr(error, "errno", None) or errno.ENOSPC, "correct the cause")
 
 
@@ -113,8 +114,9 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 
 def create_atomic(path: Path, data: bytes, mode: int = 0o666) -> bool:
-    """Creates a file with its content in one step. Returns False, and leaves the file as it is, if it already exists.
-    Of several concurrent callers, only one succeeds; on a file system without hard links, several may succeed."""
+    """Creates a file together with its content and returns True. If the file already exists, leaves it as it is and
+    returns False. Of several concurrent callers, only one gets True; on a file system without hard links, several may
+    get True."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.draft")
     with naming(path):
         try:
@@ -192,7 +194,7 @@ class Appender:
 
     A line is passed to the operating system before `line` returns, unless `buffered`. An incomplete line of a killed
     process is cut off when the file is opened again. A line that cannot be written raises an error, because a run must
-    not continue unobserved.
+    not continue without its records.
     """
 
     def __init__(self, path: Path, *, buffered: bool = False):

@@ -10,7 +10,8 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def host_memory() -> tuple[int, int]:
-    """Returns free and total memory in bytes, of this machine or of its container if that has a lower limit."""
+    """Returns free and total memory in bytes: of the container if it limits memory below the machine's, otherwise of
+    this machine."""
     values = dict(re.findall(r"^(\w+):\s+(\d+) kB$", _read_text(Path("/proc/meminfo")), re.MULTILINE))
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free = int(values["MemAvailable"]) * 1024 if "MemAvailable" in values else total

@@ -127,8 +127,8 @@ def _load_module(name: str, spec: str, key: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise UserError(
-                f"{key} = {spec!r}: there is no module {error.name!r} here or among the installed ones; "
-                "start from the folder that holds it, or write file.py:function"
+                f"{key} = {spec!r}: there is no module {error.name!r} in this folder or among the installed "
+                "packages; start offbeat in the folder that holds it, or write file.py:function"
             ) from error
         raise UserError(f"{key} = {spec!r}: module {name} fails on import: {one_line(error)}") from error
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Removes secrets from URLs, knows addresses of this machine, and parses the `Range` header of HTTP."""
+"""Removes secrets from URLs, finds the addresses of this machine, and parses the `Range` header of HTTP."""
 
 from __future__ import annotations
 

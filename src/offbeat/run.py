@@ -122,7 +122,7 @@ class Run:
     @property
     def summary(self) -> dict[str, Any]:
         """Figures of the whole run, as in summary.json: rewards, speed, why it stopped. Empty until training first
-        ends; while a resumed run trains, still the figures from before."""
+        ends. While a resumed run trains, these are the figures from before the resume."""
         file = self.path / SUMMARY
         return json.loads(file.read_text()) if file.is_file() else {}
 
@@ -265,8 +265,8 @@ class Run:
 
 
 def _run_to_resume(resume: str | Path | Run | None) -> Path | None:
-    """Returns the folder of the run to resume, which may be given by its name in the default `run.dir`. Raises
-    `UserError` if there is no such run."""
+    """Returns the folder of the run to resume; None for a new run (`resume` is None). `resume` is a `Run`, a folder, or
+    the name of a run in the default `run.dir`. Raises `UserError` if there is no such run."""
     if resume is None or isinstance(resume, Run):
         return None if resume is None else resume.path
     folder = named_run(str(resume), Path(RunConfig().dir))
@@ -275,7 +275,7 @@ def _run_to_resume(resume: str | Path | Run | None) -> Path | None:
 
 
 def _several(given: Any) -> list[Any]:
-    """Returns callbacks or loggers as a list, also a single one that was given without a list."""
+    """Returns a list of the callbacks or loggers in `given`, which may also be a single callback or logger."""
     is_one = callable(given) or hasattr(given, "log") or isinstance(given, str | Mapping)
     return [given] if is_one or not isinstance(given, Iterable) else list(given)
 
@@ -323,7 +323,7 @@ class _Training:
         except BaseException as error:  # noqa: BLE001 - raised by `start` or `wait`
             self.ended.set_exception(error)
             if self._is_alone and self.begun.is_set():
-                print(f"offbeat: training has failed: {error}; wait() raises the error", file=sys.stderr, flush=True)
+                print(f"offbeat: training has failed: {error}; wait() raises this error", file=sys.stderr, flush=True)
         else:
             self.ended.set_result(None)
         finally:
@@ -362,9 +362,9 @@ class _Training:
         return True
 
     def _drawn_here(self) -> Callable[[], None] | None:
-        """Returns a function that draws the present content of the run's console in the current cell. Returns None
-        outside a notebook. Also returns None if training started with `wait`, because the cell that started it has
-        shown the console."""
+        """Returns a function that draws the present content of the run's console in the current notebook cell. Returns
+        None outside a notebook. Also returns None if training was started with `wait`, because the cell that started
+        the training has shown the console."""
         from offbeat.observability.console import in_notebook
 
         if not self._is_alone or not in_notebook():

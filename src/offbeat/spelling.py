@@ -26,8 +26,8 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
 
 
 def suggest(word: str, choices: Iterable[str], before: str = "allowed", *, lists_few: bool = False) -> str:
-    """Returns a hint such as `did you mean 'number'?` or `allowed exact, math, number`. `before` is the word before a
-    list. With `lists_few`, the list also follows the most similar name if it has at most `FEW` names."""
+    """Returns a hint such as `did you mean 'number'?` or `allowed exact, math, number`. `before` begins a list of
+    choices. With `lists_few`, a list of at most `FEW` choices also follows the most similar name."""
     names = list(choices)
     if near := nearest(word, names):
         is_listed = lists_few and 1 < len(names) <= FEW

@@ -126,7 +126,7 @@ class Trajectory:
     def finish(self, end: End) -> None:
         """Ends the trajectory without further tokens, for example if it already has `max_new_tokens`."""
         if self.end is not None:
-            raise SegmentError(f"the trajectory of task {self.task} already ended by {self.end.value}")
+            raise SegmentError(f'the trajectory of task {self.task} has already ended: its end is "{self.end.value}"')
         self.end = end
 
     def _check(self, segment: Segment) -> None:
@@ -135,7 +135,7 @@ class Trajectory:
 
         count = len(segment.tokens)
         if self.end is not None:
-            raise refuse(f"the trajectory already ended by {self.end.value}")
+            raise refuse(f'the trajectory has already ended: its end is "{self.end.value}"')
         if segment.tokens.ndim != 1 or count == 0:
             raise refuse(f"its tokens have shape {segment.tokens.shape}; allowed one dimension and at least one token")
         if segment.start != self.num_tokens:
@@ -165,7 +165,10 @@ class Trajectory:
             return f"kv_version {kv_version} is newer than version {version}"
         before = next((s.version for s in reversed(self.segments) if s.version is not None), version)
         if before - version > self.max_version_drop:
-            return f"its version {version} follows version {before}; it may be lower by at most {self.max_version_drop}"
+            return (
+                f"its version is {version}, but the sampled segment before it has version {before}; it may be lower by "
+                f"at most {self.max_version_drop} (max_version_drop)"
+            )
         return None
 
     @property
@@ -374,7 +377,8 @@ class Task:
 
 
 class Reward(msgspec.Struct, frozen=True):
-    """A value that an answer earned at a token position of the response; -1 is the last token. `weight` scales it."""
+    """A value that an answer earned at a token position of the response; -1 is the last token. `weight` scales the
+    value."""
 
     value: float
     name: str = "reward"

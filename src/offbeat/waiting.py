@@ -104,7 +104,7 @@ async def run_to_end(work: Coroutine[Any, Any, None], within_s: float) -> None:
             with suppress(asyncio.CancelledError):
                 await asyncio.wait({task}, timeout=left_s)
         if not task.done():
-            log.warning("gave up waiting for %s after %.0f s", task.get_coro(), within_s)
+            log.warning("%s did not end within %.0f s and is cancelled", task.get_coro(), within_s)
             task.cancel()
         elif not task.cancelled() and (error := task.exception()):
             log.warning("%s failed while being stopped: %s", task.get_coro(), error)

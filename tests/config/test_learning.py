@@ -176,8 +176,8 @@ REFUSALS = {
     ),
     "exact server": (
         {"rollout.engine": "vllm", "run.exact": True},
-        'rollout.engine = "vllm": allowed only "embedded" with run.exact = true, because what a server samples depends '
-        "on what else it computes",
+        'rollout.engine = "vllm": allowed only "embedded" with run.exact = true, because a server\'s answers depend '
+        "on the other requests that it computes at the same time",
     ),
     "stale keys": (
         {**OVERLAP, "rollout.kv": "stale", "rollout.engine": "paced"},
@@ -196,8 +196,8 @@ REFUSALS = {
     ),
     "no server": (
         {"engine.url": "localhost:1"},
-        'engine.url = "localhost:1": rollout.engine = "auto" does not say which server that is; add --rollout.engine '
-        "vllm or sglang",
+        'engine.url = "localhost:1": cannot be used with rollout.engine = "auto"; set rollout.engine to "vllm" '
+        'or "sglang", the program that serves this URL',
     ),
     "name": (
         {"loss.name": "grpp"},
@@ -211,8 +211,8 @@ REFUSALS = {
     ),
     "sequence ratio": (
         {"loss.name": "gspo", "loss.aggregate": "token_mean"},
-        'loss.aggregate = "token_mean": allowed only "sequence_mean" with loss.name = "gspo", because its ratio is '
-        "that of a whole answer, and any other aggregate would weight answers by their length",
+        'loss.aggregate = "token_mean": allowed only "sequence_mean" with loss.name = "gspo", because this loss '
+        "has one ratio per answer, and any other aggregate would weight answers by their length",
     ),
     "overlong": (
         {"reward.overlong_tokens": 32},
@@ -221,12 +221,12 @@ REFUSALS = {
     "no signal": (
         {"loss.name": "reinforce", "batch.drop_no_signal": True},
         'batch.drop_no_signal = true: must be false with loss.advantage = "batch", because groups whose rewards are '
-        "all equal are then of use, too",
+        "all equal can then be trained on, too",
     ),
     "no signal, gae": (
         {"loss.name": "dapo", "loss.advantage": "gae"},
         'batch.drop_no_signal = true: must be false with loss.advantage = "gae", because groups whose rewards are all '
-        "equal are then of use, too",
+        "equal can then be trained on, too",
     ),
     "released before its signal is known": (
         {"batch.gate": "release", "loss.name": "dapo"},
@@ -235,12 +235,12 @@ REFUSALS = {
     ),
     "released from a group that must remain": (
         {"batch.gate": "batch", "batch.min_group": 3},
-        'batch.min_group = 3: leave it out with batch.gate = "batch", because answers are then trained singly',
+        'batch.min_group = 3: leave it out with batch.gate = "batch", because each answer is then trained on its own',
     ),
     "released for nothing": (
         {"batch.gate": "release", "loss.name": "ppo"},
-        'batch.gate = "release": loss.advantage = "gae" does not compare the answers to one prompt; set '
-        'batch.gate = "batch"',
+        'batch.gate = "release": cannot be used with loss.advantage = "gae", which does not compare the answers '
+        'to one prompt; set batch.gate = "batch"',
     ),
     "siblings within a batch": (
         {"batch.gate": "batch", "loss.advantage": "mean"},
@@ -249,8 +249,8 @@ REFUSALS = {
     ),
     "uncorrected": (
         {**OVERLAP, "loss.correction": "off"},
-        'loss.correction = "off": tokens up to schedule.max_staleness = 4 steps old would count like fresh ones; set '
-        "another loss.correction",
+        'loss.correction = "off": cannot be used with schedule.max_staleness = 4, because tokens of older weights '
+        "would be trained on without a correction; set another loss.correction",
     ),
 }
 
@@ -350,5 +350,5 @@ def test_a_correction_is_turned_off_from_the_command_line_by_its_name_and_left_t
     assert resolve_loss(load(None, ["--loss.correction", "off"])).correction == "off"
     overlap = ["--schedule.mode", "overlap"]
     assert resolve_loss(load(None, [*overlap, "--loss.correction", "none"])).correction == "tis"
-    with pytest.raises(UserError, match="would count like fresh ones; set another loss"):
+    with pytest.raises(UserError, match="without a correction; set another loss"):
         load(None, [*overlap, "--loss.correction", "off"])

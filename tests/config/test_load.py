@@ -221,7 +221,7 @@ def test_data_and_rewards_in_place_of_a_configuration_are_told_where_they_belong
             '--task.level = 3: unknown key; source = "file" has no key level, only weight, ',
         ),
         (["--loss.name=gpro"], "--loss.name = \"gpro\": no such loss; did you mean 'grpo'? allowed grpo, dr_grpo, "),
-        (["--task.2.level", "1"], "--task.2.level: task.2 would leave a gap; the next task is task.1"),
+        (["--task.2.level", "1"], "--task.2.level: there is no task.1 yet; give the next task that number"),
         (["--task.1.source=arithmetic", "--task.level=3"], "--task.level: there are 2 tasks; name one, as in --task.0"),
         (["--run.steps.x=1"], "--run.steps.x: run.steps is a single value"),
     ],

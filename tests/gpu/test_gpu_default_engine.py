@@ -28,7 +28,8 @@ def test_the_demo_trains_with_vllm_and_is_resumed_with_it(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    assert train("--run.name=a", "--run.steps=2").startswith("engine vllm: there is a GPU here, and vLLM\n")
+    told = train("--run.name=a", "--run.steps=2")
+    assert told.startswith("engine vllm: there is a GPU here, and vLLM is installed\n")
     stored = json.loads((tmp_path / "runs" / "a" / "config.json").read_text())
     assert (stored["rollout"]["engine"], stored["rollout"]["workers"]) == ("vllm", 1)
     assert "3/3" in train("--resume", "runs/a", "--run.steps=3")

@@ -32,7 +32,7 @@ def vllm(gpu, monkeypatch):
 
 
 def test_a_gpu_and_vllm_make_vllm():
-    assert choose(from_dict({}), **ON_A_GPU) == Choice("vllm", "there is a GPU here, and vLLM")
+    assert choose(from_dict({}), **ON_A_GPU) == Choice("vllm", "there is a GPU here, and vLLM is installed")
 
 
 def test_without_a_gpu_nothing_looks_for_vllm():
@@ -52,9 +52,9 @@ STALE = {"rollout.kv": "stale", "schedule.max_staleness": 1}
     [
         ({"run.exact": True}, "run.exact = true"),
         ({"model.device": "cpu"}, 'model.device = "cpu"'),
-        ({"model.lora_rank": 8, "model.dtype": "float32"}, 'model.dtype = "float32" with model.lora_rank'),
-        ({**STALE, "model.lora_rank": 8, "schedule.mode": "overlap"}, 'rollout.kv = "stale" with model.lora_rank'),
-        (STALE, 'rollout.kv = "stale" with schedule.mode = "alternate"'),
+        ({"model.lora_rank": 8, "model.dtype": "float32"}, 'model.dtype = "float32" and model.lora_rank'),
+        ({**STALE, "model.lora_rank": 8, "schedule.mode": "overlap"}, 'rollout.kv = "stale" and model.lora_rank'),
+        (STALE, 'rollout.kv = "stale" and schedule.mode = "alternate"'),
     ],
 )
 def test_what_vllm_cannot_do_the_embedded_engine_does(keys, why):

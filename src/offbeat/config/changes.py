@@ -32,14 +32,16 @@ class Change(NamedTuple):
 
 
 def fixed_changes(old: Mapping[str, Any], new: Config) -> list[Change]:
-    """Returns changes from the stored configuration `old` to keys that are fixed for the life of a run; any such change
-    forbids resuming it. A run whose workers chose their engines themselves may go on with any engine."""
+    """Returns the changes in `new`, compared with a run's stored configuration `old`, of keys that are fixed for the
+    life of a run. A run cannot be resumed with such a change. A change of `rollout.engine` from "auto" is left out,
+    because with "auto" each worker chooses its own engine."""
     changes = [change for place, change in _changes(old, new) if not _may_change(place, new)]
     return [change for change in changes if (change.key, change.old) != ("rollout.engine", "auto")]
 
 
 def free_changes(old: Mapping[str, Any], new: Config) -> list[Change]:
-    """Returns changes from the stored configuration `old` to keys that may change when a run is resumed."""
+    """Returns the changes in `new`, compared with a run's stored configuration `old`, of keys that may change when the
+    run is resumed."""
     return [change for place, change in _changes(old, new) if _may_change(place, new)]
 
 

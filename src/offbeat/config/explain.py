@@ -3,7 +3,7 @@
     run.toml:7: batch.group_sise = 16: unknown key; did you mean group_size?
     --optimizer.schedule = "cosin": allowed "constant", "linear", "cosine"; did you mean "cosine"?
 
-The first mistake in the file is explained; the others are only named.
+The first mistake in a file is explained; other mistakes are only named.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class ValueOrigin:
     root: type[Section] = Config
     """Pydantic model of the whole file."""
     from_python: bool = False
-    """Whether the values are arguments of a call."""
+    """Whether the values are arguments of a call from Python, such as `offbeat.train`."""
 
     def line(self, place: Path) -> int | None:
         """Returns the line of a key, or of the nearest table around it; None: unknown."""
@@ -113,7 +113,8 @@ class ValueOrigin:
 
 
 def explain(error: ValidationError, data: Mapping[str, Any], origin: ValueOrigin) -> UserError:
-    """Returns the error to raise for a configuration that did not validate, with its first mistake in one line."""
+    """Returns the error to raise for a configuration that failed pydantic's validation. Its message explains the first
+    mistake in one line and names others."""
     mistakes = [_Mistake(item, data, origin) for item in error.errors(include_url=False)]
     found = list({mistake.place: mistake for mistake in mistakes}.values())  # a key with alternatives has several
     found.sort(key=lambda mistake: mistake.order)
@@ -239,13 +240,13 @@ def _as_section(name: str, known: FieldInfo, value: Any) -> str:
 
 
 def show(value: Any) -> str:
-    """Returns a value as written in TOML, without secrets, and cut if long."""
+    """Returns a value as text, written as in TOML, without secrets, and shortened if it is long."""
     text = json.dumps(shown_value(value), ensure_ascii=False, default=str)
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + "…"
 
 
 def range_in_words(known: FieldInfo) -> str:
-    """Returns the range of numbers that a field allows, such as `1 to 5` or `0 or more and less than 1`."""
+    """Returns in words the range of numbers that a field allows, such as `1 to 5` or `0 or more and less than 1`."""
     low = next((m for m in known.metadata if isinstance(m, Ge | Gt)), None)
     high = next((m for m in known.metadata if isinstance(m, Le | Lt)), None)
     if isinstance(low, Ge) and isinstance(high, Le):
@@ -259,7 +260,8 @@ def range_in_words(known: FieldInfo) -> str:
 
 
 def alternatives_in_words(known: FieldInfo) -> str:
-    """Returns what a field of numbers or words allows, such as `1 or more, or "auto"`; empty for other fields."""
+    """Returns in words the values that a field of numbers and words allows, such as `1 or more, or "auto"`; "" for any
+    other field."""
     arms = get_args(known.annotation)
     ranges = [range_in_words(inner) for arm in arms if get_origin(arm) is Annotated for inner in arm.__metadata__]
     words = [word for arm in arms if get_origin(arm) is Literal for word in get_args(arm)]

@@ -78,7 +78,8 @@ class _Scanner:
         return (*path, count)
 
     def _inside(self, names: list[str]) -> Path:
-        """Returns the place of the table `names`; the name of an array of tables stands for its last table so far."""
+        """Returns the place of the table whose dotted name has the parts `names`. The name of an array of tables stands
+        for the last table of this array so far."""
         path: Path = ()
         for name in names:
             path = (*path, name)
@@ -268,8 +269,8 @@ def known_keys(root: type[Section] = Config) -> list[str]:
 
 
 def suggest_key(place: Path, data: Mapping[str, Any], root: type[Section] = Config) -> str:
-    """Returns advice about an unknown key: the nearest spelling, the section that has it, or the allowed keys. If
-    tasks of another source have the key, says so."""
+    """Returns advice about an unknown key: the nearest spelling, the section that has the key, or the allowed keys. If
+    the key belongs only to tasks of another `source`, the advice lists the keys of this task's source."""
     name = str(place[-1])
     model = model_at(place[:-1], data, root)
     names = list(model.model_fields) if model else []

@@ -64,7 +64,7 @@ def load_as(
     path: pathlib.Path | str, root: type[AnySection], refusal: Callable[[Mapping[str, Any]], str] | None = None
 ) -> tuple[AnySection, ValueOrigin]:
     """Loads a TOML file, such as a cluster's, into the pydantic model `root`; also returns where its values came from,
-    for errors. `refusal` says what is wrong with the file as a whole; "" if nothing is."""
+    for errors. `refusal` takes the file's content and returns what is wrong with the file as a whole, or ""."""
     origin = ValueOrigin(root=root)
     data = _read(pathlib.Path(path), origin)
     if refusal is not None and (why := refusal(data)):
@@ -81,7 +81,8 @@ def resolved(config: Config) -> dict[str, Any]:
 
 
 def typed_keys(overrides: Sequence[str]) -> dict[str, str | None]:
-    """Returns the dotted keys of a command line with the texts of their values; None for a switch without a text."""
+    """Returns the texts of the values in `overrides` (words of a command line), by dotted key; None for a key without a
+    text, such as `--run.exact`."""
     return {key.replace("-", "_"): text for key, text in _pairs(overrides)}
 
 
@@ -110,7 +111,8 @@ def _is_switch_value(word: str) -> bool:
 
 
 def _pairs(overrides: Sequence[str]) -> list[tuple[str, str | None]]:
-    """Returns the dotted keys of a command line and the texts of their values; None for a switch without a text."""
+    """Returns the dotted keys in `overrides` (words of a command line), as typed, each with the text of its value; None
+    for a key without a text, such as `--run.exact`."""
     found: list[tuple[str, str | None]] = []
     for word in overrides:
         if word.startswith("--"):
@@ -119,7 +121,7 @@ def _pairs(overrides: Sequence[str]) -> list[tuple[str, str | None]]:
         elif found and found[-1][1] is None:
             found[-1] = (found[-1][0], word)
         else:
-            raise UserError(f"{word} belongs to no key; write overrides as --section.key value")
+            raise UserError(f"{word} belongs to no key; write each key and its value as --section.key value")
     return found
 
 
@@ -184,7 +186,7 @@ def _place(data: dict[str, Any], key: str) -> Path:
     if names[1].isdigit():
         index = int(names[1])
         if index > len(tasks):
-            raise UserError(f"--{key}: task.{index} would leave a gap; the next task is task.{len(tasks)}")
+            raise UserError(f"--{key}: there is no task.{len(tasks)} yet; give the next task that number")
         if index == len(tasks):
             tasks.append({})
         return ("task", index, *names[2:])
@@ -201,7 +203,7 @@ def _put(data: dict[str, Any], place: Path, value: Any, key: str) -> None:
         elif isinstance(inner, list) and isinstance(name, int):
             inner = inner[name]
     if not isinstance(inner, dict):
-        raise UserError(f"{key}: {dotted(place[:-1])} is a single value and has no keys of its own")
+        raise UserError(f"{key}: {dotted(place[:-1])} is a single value and has no keys of its own; set it by itself")
     inner[place[-1]] = value
 
 
@@ -233,7 +235,7 @@ def _toml(text: str) -> Any:
 
 
 def _nothing(data: dict[str, Any]) -> None:
-    """Replaces "none" by None for keys that may be absent."""
+    """Replaces the value "none" by None in all keys of `data` that may be absent."""
     for place, value in list(leaves(data)):
         if value == "none" and accepts(field_at(place, data), None):
             value_at(data, place[:-1])[place[-1]] = None

@@ -90,7 +90,7 @@ def with_local_keys(
     received: Mapping[str, Any], typed: Collection[str], role: str, load: Callable[[Mapping[str, Any]], Config]
 ) -> Config:
     """Returns the configuration that a coordinator sent, with its machine-local keys replaced: by the values on this
-    machine's command line, or else by defaults. A value that refers to nothing on this machine is kept.
+    machine's command line, or else by defaults. The coordinator's value stays if it refers to nothing on this machine.
 
     `typed` are the keys on the command line, which `load` applies. Raises `UserError` if the role needs a local key
     that the coordinator has set and `typed` lacks.

@@ -1,8 +1,8 @@
 """Names of settings in TRL, verl and elsewhere, with the keys that do the same in Offbeat, for errors about unknown
 keys and docs.
 
-A value is a key of the configuration, perhaps with a remark in brackets. A value without a key, which begins with "no
-key", says why there is none.
+Each table maps a name elsewhere to a key of the configuration, perhaps with a remark in brackets. If no key does the
+same, the name is mapped to a text that begins with "no key" and says why.
 """
 
 from __future__ import annotations
@@ -170,10 +170,11 @@ def nearest_argument(word: str) -> str | None:
 def known_elsewhere(
     place: Sequence[str | int], value: object = None, before: str = "", *, in_python: bool = False
 ) -> str | None:
-    """Returns a sentence about a key of TRL, verl or others, such as "TRL's beta is loss.kl_coef here"; None if no
-    table has the key. If `value`, the key's value, is a table, the sentence is about the first known key in it.
-    `before` is put in front of Offbeat's key, such as the dashes of a command line. With `in_python`, the sentence
-    names an argument of `offbeat.train` in place of a key that has one."""
+    """Returns a sentence about the key at `place`, which may be a key of TRL, verl or others, such as "TRL's beta is
+    loss.kl_coef here"; None if the key is not in `LIBRARIES`. If the key's `value` is a mapping, the sentence is about
+    the first key in this mapping that is in `LIBRARIES`. `before` is put in front of Offbeat's key, such as the dashes
+    of a command line. With `in_python`, the sentence names an argument of `offbeat.train` in place of a key that has
+    one."""
     if isinstance(value, Mapping):
         inner = (known_elsewhere((*place, name), entry, before, in_python=in_python) for name, entry in value.items())
         return next((text for text in inner if text), None)

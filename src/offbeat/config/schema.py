@@ -139,7 +139,8 @@ class LossConfig(Section):
     value_coef: float = free(0.1, gt=0)
     """Weight of the value head's loss in advantage = "gae"."""
     max_logprob_gap: float = free(0.05, gt=0)
-    """Mean gap of engine and trainer log-probs that raises an alarm. Only fresh tokens are compared."""
+    """Mean gap between the engine's and the trainer's log-probs above which an alarm is raised. Only tokens of the
+    current weights are compared."""
     audit_share: float = free(0.3, ge=0, le=1)
     """Share of tokens of older weights whose log-probs are audited. Where workers are separate processes, the trainer
     recomputes them with the weights that sampled the tokens. Fresh tokens are always compared. With 0, a worker can
@@ -157,7 +158,7 @@ class LossConfig(Section):
 
 @dataclass(frozen=True)
 class ResolvedLoss:
-    """The loss settings of a run, with every default decided."""
+    """The loss settings of a run, with defaults filled in for all keys that are not set."""
 
     policy: str
     advantage: str
@@ -172,7 +173,7 @@ class ResolvedLoss:
 
 
 def resolve_loss(config: Config) -> ResolvedLoss:
-    """Returns the loss settings of a run: keys that were given, otherwise the values of the preset `loss.name`."""
+    """Returns the loss settings of a run: the value of each key that is set, otherwise the default for `loss.name`."""
     loss, preset = config.loss, config.loss.preset
     correction = loss.correction or _correction(config)
     low, high = IMPORTANCE[correction]
@@ -192,7 +193,8 @@ def resolve_loss(config: Config) -> ResolvedLoss:
 
 
 def _advantage(config: Config) -> str:
-    """Returns the preset's advantage, or its replacement if `batch.gate` rules it out."""
+    """Returns the default of `loss.advantage`: the advantage of the preset `loss.name` or, if `batch.gate` does not
+    allow this one, its replacement."""
     preset, gate = config.loss.preset.advantage, config.batch.gate
     if gate == "batch" and preset not in BEYOND_SIBLINGS:
         return "batch"
@@ -200,7 +202,8 @@ def _advantage(config: Config) -> str:
 
 
 def _correction(config: Config) -> Correction:
-    """Returns the default correction: "off" if all data comes from the current weights and the embedded engine."""
+    """Returns the default of `loss.correction`: "off" if all tokens come from the current weights and the embedded
+    engine, otherwise "sequence_tis" for gspo and "tis" for other losses."""
     is_embedded = config.rollout.engine == "embedded" or config.run.exact
     if config.schedule.bound == 0 and is_embedded:
         return "off"
@@ -281,8 +284,8 @@ def engine_can_do_it(config: Config) -> None:
         )
     if config.run.exact and rollout.engine in SERVED:
         raise ValueError(
-            f'rollout.engine = "{rollout.engine}": allowed only "embedded" with run.exact = true, because what a '
-            "server samples depends on what else it computes"
+            f'rollout.engine = "{rollout.engine}": allowed only "embedded" with run.exact = true, because a '
+            "server's answers depend on the other requests that it computes at the same time"
         )
     if rollout.kv == "stale":
         stale_kv_is_usable(config)
@@ -293,14 +296,14 @@ def engine_can_do_it(config: Config) -> None:
         )
     if url is not None and rollout.engine not in SERVED:
         raise ValueError(
-            f'engine.url = "{url}": rollout.engine = "{rollout.engine}" does not say which server that is; add '
-            "--rollout.engine vllm or sglang"
+            f'engine.url = "{url}": cannot be used with rollout.engine = "{rollout.engine}"; set rollout.engine to '
+            '"vllm" or "sglang", the program that serves this URL'
         )
 
 
 def stale_kv_is_usable(config: Config) -> None:
-    """Raises `ValueError` if the engine drops its KV cache when weights are loaded, or if no answer continues after new
-    weights are loaded."""
+    """Raises `ValueError` if `rollout.kv = "stale"` cannot be used: the engine drops its KV cache when weights are
+    loaded, no answer continues after new weights are loaded, or `run.exact` is true."""
     engine, refused = config.rollout.engine, 'rollout.kv = "stale": cannot be used'
     if engine == "paced":
         raise ValueError(
@@ -348,7 +351,7 @@ def loss_is_known(config: Config) -> None:
     if chosen.policy == "sequence_clip" and chosen.aggregate != "sequence_mean":
         raise ValueError(
             f'loss.aggregate = "{chosen.aggregate}": allowed only "sequence_mean" with loss.name = "{loss.name}", '
-            "because its ratio is that of a whole answer, and any other aggregate would weight answers by their length"
+            "because this loss has one ratio per answer, and any other aggregate would weight answers by their length"
         )
     if config.reward.overlong_tokens >= config.rollout.max_new_tokens:
         raise ValueError(
@@ -363,7 +366,7 @@ def gate_has_a_baseline(config: Config) -> None:
         if chosen.drop_no_signal and chosen.advantage in BEYOND_SIBLINGS:
             raise ValueError(
                 f'batch.drop_no_signal = true: must be false with loss.advantage = "{chosen.advantage}", because '
-                "groups whose rewards are all equal are then of use, too"
+                "groups whose rewards are all equal can then be trained on, too"
             )
         return
     gate = f'batch.gate = "{batch.gate}"'
@@ -374,12 +377,13 @@ def gate_has_a_baseline(config: Config) -> None:
         )
     if batch.min_group != MIN_GROUP:
         raise ValueError(
-            f"batch.min_group = {batch.min_group}: leave it out with {gate}, because answers are then trained singly"
+            f"batch.min_group = {batch.min_group}: leave it out with {gate}, because each answer is then trained on "
+            "its own"
         )
     if batch.gate == "release" and chosen.advantage in BEYOND_SIBLINGS:
         raise ValueError(
-            f'{gate}: loss.advantage = "{chosen.advantage}" does not compare the answers to one prompt; set '
-            'batch.gate = "batch"'
+            f'{gate}: cannot be used with loss.advantage = "{chosen.advantage}", which does not compare the answers to '
+            'one prompt; set batch.gate = "batch"'
         )
     if batch.gate == "batch" and chosen.advantage in set(ADVANTAGES) - set(BEYOND_SIBLINGS):
         raise ValueError(
@@ -391,8 +395,8 @@ def gate_has_a_baseline(config: Config) -> None:
 def stale_data_is_corrected(config: Config) -> None:
     if resolve_loss(config).correction == "off" and config.schedule.bound > 0:
         raise ValueError(
-            'loss.correction = "off": tokens up to schedule.max_staleness = '
-            f"{config.schedule.bound} steps old would count like fresh ones; set another loss.correction"
+            f'loss.correction = "off": cannot be used with schedule.max_staleness = {config.schedule.bound}, because '
+            "tokens of older weights would be trained on without a correction; set another loss.correction"
         )
 
 
@@ -561,7 +565,7 @@ class BatchConfig(Section):
     """Condition for training on an answer. strict: its whole group is scored. release: the answer itself is scored; its
     baseline comes from the siblings scored by then. batch: as release, but the baseline comes from the batch."""
     min_group: int = Field(MIN_GROUP, ge=MIN_GROUP)
-    """Fewest scored answers with which a group is trained (gate = "strict")."""
+    """Smallest number of scored answers with which a group is trained on (gate = "strict")."""
     drop_no_signal: bool | None = None
     """Replace groups whose rewards are all equal (dynamic sampling). Without it, only for dapo."""
     max_redraws: float = Field(4.0, ge=0)
@@ -575,7 +579,7 @@ class BatchConfig(Section):
 
     @property
     def assumed_tokens(self) -> int:
-        """Largest number of tokens of a micro-batch, where it is not measured on a GPU."""
+        """Largest number of tokens of a micro-batch, for a run in which this number is not measured on a GPU."""
         return MICROBATCH_TOKENS if self.tokens_per_microbatch == "auto" else self.tokens_per_microbatch
 
     @property
@@ -625,7 +629,7 @@ class ScheduleConfig(Section):
 
     @property
     def factor(self) -> float | Literal["auto"]:
-        """Groups in flight, divided by groups per step."""
+        """Configured number of groups in flight, divided by groups per step, or "auto"."""
         if self.bound == 0:
             return 1.0
         return "auto" if self.over_provision is None else self.over_provision
@@ -768,7 +772,7 @@ class LogConfig(Section):
 
 
 class Config(Section):
-    """A whole run."""
+    """The configuration of a whole run."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()

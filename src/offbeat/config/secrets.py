@@ -37,8 +37,8 @@ def secrets_in(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restored(data: Mapping[str, Any], secrets: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of `data` with `secrets` (values by dotted key) put back. A key whose value in `data` was changed
-    since keeps the changed value."""
+    """Returns a copy of `data` with `secrets` (values by dotted key) put back. If the value of a key in `data` was
+    changed after its secret was saved, the changed value stays."""
     whole = copy.deepcopy(dict(data))
     for key, value in secrets.items():
         *parents, name = (int(part) if part.isdecimal() else part for part in key.split("."))
@@ -63,7 +63,7 @@ def load(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read as a file of secrets: {error}") from error
+        raise UserError(f"{file}: cannot be read: {error}; give a readable JSON file with URLs by key") from error
     if is_open:
         raise UserError(f"{file} holds secrets and is open to other users; run chmod 600 {file}")
     if not isinstance(found, dict):

@@ -91,13 +91,13 @@ def microbatches_per_update(config: Config) -> int:
 
 
 def num_evaluations(config: Config) -> int:
-    """Returns the number of evaluations: before the first step, every `eval.every` steps, and after the last."""
+    """Returns the number of evaluations: before the first step, every `eval.every` steps, and after the last step."""
     every = config.eval.every
     return 1 + math.ceil(config.run.steps / every) if every else 0
 
 
 def num_checkpoints(config: Config) -> int:
-    """Returns the number of checkpoints: every `checkpoint.every` steps, and after the last."""
+    """Returns the number of checkpoints: one every `checkpoint.every` steps, and one after the last step."""
     every = config.checkpoint.every
     return math.ceil(config.run.steps / every) if every else 1
 

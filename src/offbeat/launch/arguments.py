@@ -1,4 +1,5 @@
-"""Turns the arguments of `offbeat.train` into a configuration, and functions and rewards that do not fit into it."""
+"""Turns the arguments of `offbeat.train` into a configuration. Functions and rewards that a configuration cannot hold
+are returned beside it."""
 
 from __future__ import annotations
 
@@ -37,8 +38,9 @@ def prepare(
     resume: Path | None,
     rows: Path,
 ) -> Prepared:
-    """Checks the arguments of `offbeat.train` and returns what the run needs. `resume` is the folder of the run to
-    resume; None: a new run. Data rows in `task` are written to files in the folder `rows`, which must exist."""
+    """Checks the arguments of `offbeat.train` and returns the run's configuration, reward and functions. `resume` is
+    the folder of the run to resume; None: a new run. Data rows in `task` are written to files in the folder `rows`,
+    which must exist."""
     keys = {SHORT[k] if k in SHORT and not isinstance(v, Mapping) else k: v for k, v in overrides.items()}
     base = _base(config, resume, keys)
     tasks = Tasks(rows)
@@ -64,9 +66,9 @@ def _weights(base: Mapping[str, Any]) -> Mapping[str, Any]:
 def _base(
     config: Config | Mapping[str, Any] | str | Path | None, resume: Path | None, keys: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the configuration to which the overrides `keys` are then applied. Without `config`, it is that of the run
-    to resume. A new run without `config` gets the demo's configuration if it uses the demo's model, otherwise only
-    defaults, because the demo's learning rate would ruin another model."""
+    """Returns the configuration as it is before the overrides `keys` are applied. If `config` is None, returns that of
+    the run to resume; for a new run, returns the demo's configuration if the run has the demo's model. For another
+    model, whose training the demo's learning rate would ruin, returns an empty dict, which stands for defaults."""
     if config is None and resume is None:
         model = keys.get("model.path") or dict(keys.get("model", {})).get("path", DEMO_MODEL)
         return copy.deepcopy(DEMO) if model == DEMO_MODEL else {}
@@ -79,7 +81,8 @@ def _base(
 
 
 def read_reward(reward: Any) -> tuple[RewardSpec | None, dict[str, float]]:
-    """Returns the argument `reward` as one reward or a dict of rewards by name, and the weights given with them."""
+    """Returns the argument `reward` of `offbeat.train` as one reward or as a dict of rewards by name. Also returns the
+    weights that were given with rewards, by the rewards' names."""
     if reward is None or callable(reward) or isinstance(reward, str):
         return reward, {}
     if isinstance(reward, Sequence) and reward:
@@ -130,7 +133,7 @@ class Tasks:
 
     def name_functions(self, task: Any) -> None:
         """Stores the functions in `task` for a resumed run, whose configuration already names them. Raises `UserError`
-        if `task` holds anything else, because a resumed run keeps its tasks and rows."""
+        if `task` holds anything but functions, because a resumed run keeps its tasks and rows."""
         for one in task if isinstance(task, list | tuple) else [task]:
             function = one.get("rows") if isinstance(one, Mapping) else one
             if not callable(function):

@@ -46,12 +46,12 @@ NUM_THREADS = 6
 keeps as much memory as its largest body needed."""
 NOTE_SEEN_EVERY_S = 5.0
 END_NOTICE_S = 15.0
-"""Longest time that the server stays up for workers to learn, at their next call, that the run is over."""
+"""Longest time for which the server answers after the run's end, so that workers learn of it at their next call."""
 
 
 async def serve(folder: RunFolder, command: str = "serve") -> dict[str, Any]:
-    """Serves the coordinator of a run until the run ends; returns the run's summary. `command` is the one that the user
-    gave: `serve`, or `train` if the trainer and workers were started with the coordinator."""
+    """Serves the coordinator of a run until the run ends; returns the run's summary. `command` is the command that the
+    user gave: `serve`, or `train` if the same command also started the trainer and workers."""
     config, start_s = folder.config, time.monotonic()
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS))
     async with AsyncExitStack() as stack:
@@ -207,15 +207,17 @@ async def _until_over(folder: RunFolder, runtime: CoordinatorRuntime, stopping: 
 
 
 async def _note_seen(runtime: CoordinatorRuntime) -> None:
-    """Keeps recording in the ledger when each worker, judge and trainer called last, for `offbeat worker list`."""
+    """Records in the ledger, every few seconds, when each worker, judge and trainer called last; `offbeat worker list`
+    shows these times."""
     while True:
         await runtime.coordinator.call(runtime.ledger.note_seen, dict(runtime.coordinator.seen))
         await asyncio.sleep(NOTE_SEEN_EVERY_S)
 
 
 async def _let_workers_leave(runtime: CoordinatorRuntime, lease_s: float, interrupted: str) -> None:
-    """Announces the run's end, and how it was `interrupted` (see `LeaseResponse`). Waits up to `END_NOTICE_S` until
-    workers and judges that called lately have left."""
+    """Lets workers and judges learn, at their next call, that the run has ended. `interrupted` tells them where it was
+    stopped, such as "stopped at step 3 of 12"; "" means that the run is finished. Waits until all workers and judges
+    that called lately have left, but at most `END_NOTICE_S`."""
     runtime.coordinator.end(interrupted)
     deadline_s = time.monotonic() + END_NOTICE_S
     while time.monotonic() < deadline_s:

@@ -34,7 +34,7 @@ from offbeat.weights.version import WeightFolder
 
 @dataclass(frozen=True)
 class Prepared:
-    """Parts of a coordinator that are built early, to find errors in prompts before the ledger is created."""
+    """Parts of a coordinator that are built before the ledger is created, so that errors in prompts are found early."""
 
     tokens: wiring.TokenLimits
     issuer: Issuer
@@ -142,7 +142,7 @@ async def _show_activity(
 def in_words(
     activity: Activity, only_worker: str, server: str = "", *, had_worker: bool, tokens_per_second: float = 0.0
 ) -> str:
-    """Describes what a run is doing.
+    """Returns a short text about what a run is doing, such as "training, answers 12/64".
 
     `only_worker` is the name of the worker in a run of one process, "" in any other run. `server` is the engine that
     workers start as a process, which takes long; "" if they start none. `had_worker`: whether a worker has been present
@@ -175,29 +175,30 @@ async def _end(task: asyncio.Task[None]) -> None:
 
 def _record_fixed(folder: RunFolder, key: str, fact: str, value: Any) -> None:
     """Records `value` in an event of kind `fact`; on a resume, raises an error about `key` if the value has changed.
-    Used for values that may not change in a run, but do not follow from its configuration alone. They are the hash of
-    the chat template, and the rewards, which may come from Python."""
+    Used for two values that may not change in a run but do not follow from the configuration alone: the hash of the
+    chat template, and the rewards, which may come from Python."""
     before = folder.last_event(fact)
     if before is None or "value" not in before:
         folder.event(fact, value=value)
     elif before["value"] != value:
         raise UserError(
-            f"{key}: the run began with {fact} {before['value']}, now it is {value}; restore the "
-            "first value, or start a new run"
+            f"{key}: the run began with {fact} = {before['value']}, but {fact} is now {value}; set {key} back to what "
+            "the run began with, or start a new run"
         )
 
 
 def first_to_evaluate(folder: RunFolder, up_to: int | None = None) -> int:
-    """Returns the first step whose evaluation may still have to be reported: the one after the last step with an
-    evaluation in the metrics. An earlier process may have died while evaluating. Later steps than `up_to`, which a
-    resume undoes, do not count (None: all count)."""
+    """Returns the step after the last one with an evaluation in the metrics. Evaluations from this step on may not be
+    reported yet, because an earlier process may have died while evaluating. Steps after `up_to`, which a resume undoes,
+    do not count; None: all steps count."""
     rows = read_metrics(folder.metrics_file)
     judged = [row["step"] for row in rows if held_out(row) is not None and (up_to is None or row["step"] <= up_to)]
     return max(judged, default=-1) + 1
 
 
 async def report_evaluations(config: Config, runtime: CoordinatorRuntime, first_step: int) -> None:
-    """Reports all due evaluations from `first_step` on, each once it is complete, without a time limit."""
+    """Reports the evaluation of each step from `first_step` on that has one (`eval.every`). Waits, without a time
+    limit, until an evaluation is complete before it is reported."""
     plan = runtime.coordinator.issuer.eval_plan
     for step in range(first_step, config.run.steps + 1):
         if plan.is_due(step, config.run.steps):

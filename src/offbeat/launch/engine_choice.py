@@ -18,7 +18,7 @@ from offbeat.config.schema import SERVED
 
 AUTO = "auto"
 GPU_DRIVERS = ("/proc/driver/nvidia/version", "/dev/nvidia0", "/dev/kfd", "/dev/dxg", "/dev/nvmap")
-"""Files of which one exists where the driver of an NVIDIA or AMD GPU is loaded, also in WSL and on Jetson."""
+"""Files that show that the driver of an NVIDIA or AMD GPU is loaded, also in WSL and on Jetson. One is enough."""
 FIND_VLLM = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
 FIND_WITHIN_S = 60.0
 INSTALL_VLLM = "pip install vllm, or name the Python of an environment that has it with --engine.python"
@@ -37,15 +37,15 @@ class Choice(NamedTuple):
 
 
 def choose(config: Config, *, has_gpu: bool, has_vllm: Callable[[], bool]) -> Choice:
-    """Returns the engine for a configuration with `rollout.engine = "auto"`. `has_vllm` is called only if nothing else
-    decides."""
+    """Returns the engine for a configuration with `rollout.engine = "auto"`. `has_vllm` is slow, so it is called only
+    if the configuration allows vLLM and there is a GPU."""
     if obstacle := _why_embedded(config):
         return Choice("embedded", f"vLLM cannot be used with {obstacle}")
     if not has_gpu:
         return Choice("embedded", "there is no GPU here")
     if not has_vllm():
         return Choice("embedded", "vLLM is not installed here", INSTALL_VLLM)
-    return Choice("vllm", "there is a GPU here, and vLLM")
+    return Choice("vllm", "there is a GPU here, and vLLM is installed")
 
 
 def _why_embedded(config: Config) -> str:
@@ -54,9 +54,9 @@ def _why_embedded(config: Config) -> str:
     obstacles = {
         "run.exact = true": config.run.exact,
         f'model.device = "{device}"': device.partition(":")[0] in ("cpu", "mps"),
-        'model.dtype = "float32" with model.lora_rank': has_adapters and config.model.dtype == "float32",
-        'rollout.kv = "stale" with model.lora_rank': has_adapters and config.rollout.kv == "stale",
-        'rollout.kv = "stale" with schedule.mode = "alternate"': (
+        'model.dtype = "float32" and model.lora_rank': has_adapters and config.model.dtype == "float32",
+        'rollout.kv = "stale" and model.lora_rank': has_adapters and config.rollout.kv == "stale",
+        'rollout.kv = "stale" and schedule.mode = "alternate"': (
             config.rollout.kv == "stale" and config.schedule.mode != "overlap"
         ),
     }
@@ -64,9 +64,9 @@ def _why_embedded(config: Config) -> str:
 
 
 def with_chosen_engine(config: Config) -> tuple[Config, Choice | None]:
-    """Returns the configuration with the engine for this machine, and the choice. An engine that runs as a server needs
-    a process of its own, so a run without `rollout.workers` gets one worker. A configuration that names its engine is
-    returned as it is, with None."""
+    """Returns the configuration with the engine chosen for this machine, and the choice. If the chosen engine runs as a
+    server and `rollout.workers` is not set, `rollout.workers` becomes 1, because a server needs a worker process. A
+    configuration that names its engine is returned as it is, with None as the choice."""
     if config.rollout.engine != AUTO:
         return config, None
     choice = choose(config, has_gpu=has_gpu(), has_vllm=lambda: has_vllm(config.engine.python))
@@ -74,8 +74,8 @@ def with_chosen_engine(config: Config) -> tuple[Config, Choice | None]:
 
 
 def with_engine(config: Config, engine: str, num_workers: int | None) -> Config:
-    """Returns the configuration with this engine and, if it runs as a server and the configuration says nothing of
-    workers, `num_workers`."""
+    """Returns the configuration with `rollout.engine` set to `engine`. If this engine runs as a server and
+    `rollout.workers` is not set, `rollout.workers` is set to `num_workers`."""
     keys: dict[str, object] = {"rollout.engine": engine}
     if engine in SERVED and config.rollout.workers is None:
         keys["rollout.workers"] = num_workers
@@ -83,7 +83,7 @@ def with_engine(config: Config, engine: str, num_workers: int | None) -> Config:
 
 
 def announce(choice: Choice | None, config: Config) -> None:
-    """Prints the choice on a machine with a GPU. Elsewhere there is nothing to choose."""
+    """Prints the chosen engine on a machine with a GPU. On other machines there is nothing to choose."""
     if choice and has_gpu() and config.log.console != "quiet":
         print(f"engine {choice.told}", flush=True)
 
@@ -98,7 +98,7 @@ def has_gpu_driver() -> bool:
 
 
 def has_vllm(python: str | None) -> bool:
-    """Returns whether the Python at path `python` has vLLM; None: this one."""
+    """Returns whether vLLM is installed for the Python at path `python`; None: the Python that runs this code."""
     if python is None:
         return importlib.util.find_spec("vllm") is not None
     command = (str(Path(python).expanduser()), "-c", FIND_VLLM)

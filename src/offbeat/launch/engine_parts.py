@@ -30,7 +30,8 @@ class Engines(Protocol):
     """Whether `open` can be called again after an engine died."""
 
     async def open(self) -> Engine:
-        """Opens an engine, which serves nothing before its first weights. Call `dispose` first if another one died."""
+        """Opens an engine, which generates nothing before its first weights are loaded. If the previous engine died,
+        `dispose` must be called first."""
         ...
 
     async def wait_exited(self) -> EngineDied:
@@ -86,9 +87,9 @@ class OwnEngine:
 def engines_of(
     config: Config, name: str, folder: Path, log: Path | None = None, *, beside_trainer: Path | None = None
 ) -> Engines:
-    """Returns the opener of engines for worker `name`. The output of an engine's server goes to file `log`; None: to a
-    file in `folder`, the worker's folder. `beside_trainer` is the run's folder if the server shares its GPU with the
-    trainer, else None."""
+    """Returns the `Engines` of worker `name`. The output of an engine's server goes to file `log`; None: to a file in
+    `folder`, the worker's folder. `beside_trainer` is the run's folder if the server shares its GPU with the trainer,
+    else None."""
     if config.rollout.engine in SERVED:
         from offbeat.engines.process.lifecycle import ServerEngines
 
@@ -99,8 +100,9 @@ def engines_of(
 
 
 class HasAdapterBase:
-    """Callable that returns whether the worker already has the adapters' base model with the given digest, and so need
-    not fetch it. Always True for an engine that runs as a server, because a server uses no base but model.path."""
+    """Callable that returns whether the worker already has the adapters' base model with the given digest. If it
+    returns True, the worker does not fetch the base model. Always True for an engine that runs as a server, because a
+    server can only use the base model in `model.path`."""
 
     def __init__(self, engines: Engines, config: Config):
         self._engines, self._config = engines, config
@@ -129,8 +131,8 @@ class HasAdapterBase:
 
 
 def check_engine(config: Config, num_workers: int | None) -> None:
-    """Raises a `UserError` if one command cannot start `num_workers` workers with the configured engine. None means a
-    run in one process, which allows no engine that runs as a server."""
+    """Raises a `UserError` if one command cannot start `num_workers` workers with the configured engine. `num_workers`
+    is None for a run in one process, which allows no engine that runs as a server."""
     engine, url = config.rollout.engine, config.engine.url
     if engine in SERVED and num_workers is None:
         raise UserError(

@@ -1,7 +1,7 @@
-"""Things that a Python program gives a run besides its configuration: functions, rows, callbacks, a way to stop it.
+"""What a Python program gives to a run besides the configuration: functions, rows, callbacks, and a way to stop it.
 
-A coordinator in another process gets the functions through a file. Only this user can read it, and it is deleted when
-the run ends, so nothing that a run keeps is ever unpickled.
+A coordinator in another process gets the functions through a pickle file. Only this user can read the file, and it is
+deleted when the run ends. So nothing that a run keeps is ever unpickled.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Given:
 @contextmanager
 def handed_over(given: Given) -> Iterator[dict[str, str]]:
     """Writes the reward and the functions of `given` to a file that exists within the block. Yields the environment
-    variables with which a coordinator finds this file; yields none for a run from the command line."""
+    variables by which a coordinator finds this file; yields an empty dict for a run from the command line."""
     if not given.from_python:
         yield {}
         return
@@ -73,7 +73,8 @@ def handed_over(given: Given) -> Iterator[dict[str, str]]:
 
 
 def received() -> Given:
-    """Returns what the parent process handed over; an empty `Given` if the run was started from the command line."""
+    """Returns the reward and the functions that the parent process passed with `handed_over`; an empty `Given` if the
+    run was started from the command line."""
     name = os.environ.pop(VARIABLE, None)
     if name is None:
         return Given()

@@ -22,15 +22,17 @@ LEAST_BYTES = 2_500_000_000
 OUTSIDE_BYTES = 2_000_000_000
 """Memory that trainer and server take besides tensors: CUDA's own for each process, and CUDA graphs."""
 LOCK = "gpu.lock"
-"""File in a run's folder, locked by whoever takes memory of the GPU that trainer and servers share (`taking_turns`)."""
+"""File in a run's folder. On a GPU that trainer and servers share, a process locks it while it takes its memory at the
+start (`taking_turns`)."""
 
 
 @contextmanager
 def taking_turns(lock: Path | None) -> Iterator[None]:
-    """Waits for the lock on the file `lock` and holds it; does nothing if `lock` is None.
+    """Waits for the lock on the file `lock` and holds the lock within the block; does nothing if `lock` is None.
 
-    At its start vLLM takes the memory of its share that is left when the model has run once, as it finds by asking the
-    GPU before and after. What the trainer takes meanwhile would be missing, and what it frees would be taken twice.
+    When vLLM starts, it runs the model once and compares the GPU's free memory before and after, to find how much of
+    its share is left for keys and values. If the trainer took or freed memory of the same GPU in between, vLLM would
+    find a wrong number.
     """
     if lock is None:
         yield
@@ -44,7 +46,8 @@ def server_share(config: Config, total_bytes: int) -> float:
     """Returns the share of the trainer's GPU that each server on it may take; `total_bytes` is the GPU's memory.
 
     With `engine.memory_share = "auto"`, the memory that the trainer's weights, gradients and optimizer leave is halved.
-    One half is for its micro-batches, the other for all servers. A server gets at least its weights and `LEAST_BYTES`.
+    One half is for the trainer's micro-batches, the other for all servers together. A server gets at least its weights
+    and `LEAST_BYTES`.
     """
     if config.engine.memory_share != "auto":
         return config.engine.memory_share
@@ -59,8 +62,8 @@ def server_share(config: Config, total_bytes: int) -> float:
 
 
 def servers_bytes(config: Config, total_bytes: int) -> int:
-    """Returns the bytes of the trainer's GPU that the servers of the run's own workers take or will take. Returns 0 for
-    a server that somebody else started (`engine.url`), whose memory is in use before the trainer starts."""
+    """Returns how many bytes of the trainer's GPU are for the servers that the run's own workers start. Returns 0 with
+    `engine.url`, because the memory of a server that somebody else started is in use before the trainer starts."""
     num_servers = config.rollout.workers or 0
     if config.rollout.engine not in SERVED or not num_servers or config.engine.url:
         return 0
@@ -69,7 +72,8 @@ def servers_bytes(config: Config, total_bytes: int) -> int:
 
 def trainer_bytes(config: Config, total_bytes: int) -> int:
     """Returns how many bytes of its GPU the trainer may take: all, unless servers of the run's own workers share the
-    GPU. Their part stays reserved while a server restarts; otherwise the trainer's cache would fill it."""
+    GPU. The servers' part stays reserved while a server restarts, because otherwise the trainer's memory cache would
+    fill it."""
     taken = servers_bytes(config, total_bytes)
     return max(total_bytes - taken - OUTSIDE_BYTES, 0) if taken else total_bytes
 

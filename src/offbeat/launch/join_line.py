@@ -82,7 +82,7 @@ def certificate_names(file: Path) -> Sequence[str]:
 
 
 def is_self_signed(file: Path) -> bool:
-    """Whether the first certificate in a PEM file was signed by its own key."""
+    """Whether the first certificate in a PEM file names itself as its issuer. False if the file cannot be read."""
     from cryptography import x509
 
     try:

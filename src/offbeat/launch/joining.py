@@ -37,7 +37,7 @@ LOCAL_TOKEN_MINUTES = 5.0
 """Minutes for which the join tokens of child processes on this machine are valid; these processes join at once."""
 CREDENTIALS, KEY = "credentials.json", "joining.key"
 OVER = "over"
-"""Suffix of the name of a file in a member's folder. If the file exists, the member left because its run was over."""
+"""End of the name of a file in a member's folder. The file exists if the member has left because its run was over."""
 MAX_FOLDERS = 1000
 
 
@@ -73,14 +73,15 @@ class JoinedRun:
 
 
 def new_token(run: Path, role: str) -> str:
-    """Issues a join token, by which a child process on this machine can join the run in folder `run`."""
+    """Returns a new join token, with which a child process on this machine can join the run in folder `run`."""
     with Ledger(run / "ledger.sqlite", must_exist=True) as ledger, ledger.naming_damage():
         return ledger.issue_token(Role(role), LOCAL_TOKEN_MINUTES)
 
 
 @asynccontextmanager
 async def joined(invitation: Invitation, overrides: Sequence[str]) -> AsyncIterator[JoinedRun]:
-    """Joins or rejoins a run, and yields the membership; `overrides` are configuration keys from this command line."""
+    """Joins or rejoins a run, and yields the membership. `overrides` are words of this process's command line that set
+    configuration keys."""
     connection = Connection(
         invitation.url,
         ca_file=invitation.ca_file,
@@ -100,7 +101,7 @@ async def joined(invitation: Invitation, overrides: Sequence[str]) -> AsyncItera
 def own_config(invitation: Invitation, sent: Mapping[str, Any], overrides: Sequence[str]) -> Config:
     """Returns the configuration that the coordinator `sent`, with `overrides` and this machine's secrets. If the
     coordinator is not trusted, values that it may not choose for this machine are replaced by defaults. Raises
-    `UserError` if the member needs such a value and `overrides` lacks it."""
+    `UserError` if the member needs such a value and `overrides` does not set it."""
     file = invitation.folder / f"{invitation.role.value}-{CONFIG}"
     if (given := invitation.secrets_file) is not None and not given.is_file():
         raise UserError(f"--secrets-file {given}: there is no such file")
@@ -129,8 +130,8 @@ async def _membership(invitation: Invitation, connection: Connection) -> Members
                 raise
             if not saved.has_token(invitation.token_file):
                 raise RunOver(
-                    f"{known.worker}: run {known.run} has ended, and its coordinator answers no more; nothing is left "
-                    "to do"
+                    f"{known.worker}: run {known.run} has ended, and its coordinator does not answer any more; nothing "
+                    "is left to do"
                 ) from error
             connection.secret = None  # the token is for another run, which will be served here
     with interruptible():  # a person may be asked for it
@@ -140,14 +141,14 @@ async def _membership(invitation: Invitation, connection: Connection) -> Members
     if member.credentials.role is not invitation.role:
         raise UserError(
             f"{saved.TOKEN_VARIABLE}: the token is for the role {member.credentials.role.value}, not "
-            f"{invitation.role.value}; offbeat worker token RUN --role {invitation.role.value} gives one"
+            f"{invitation.role.value}; get the right one with: offbeat worker token RUN --role {invitation.role.value}"
         )
     saved.save(file, member.credentials)
     return member
 
 
 def make_private(path: Path) -> None:
-    """Makes a folder that no other user can enter; does not change the permissions of an existing folder."""
+    """Creates a folder that no other user can enter; leaves an existing folder and its permissions as they are."""
     with readable_by("private"):
         make_folder(path)
 
@@ -174,7 +175,7 @@ def own_folder(directory: str | None, name: str | None, url: str, lock_name: str
     """Locks a folder for a member (worker, judge or trainer); yields the folder and the name to join with.
 
     If `directory` is None, the folder is in the user's cache, named by `name` or, without a name, by the machine. If
-    another process uses this folder, a number is added to the name: the lowest one that makes an unused folder. So a
+    another process uses this folder, a number is added to the name: the lowest one whose folder is not in use. So a
     restarted worker finds its own folder again.
     """
     if directory is not None:
@@ -199,4 +200,7 @@ def _first_free(name: str, url: str) -> tuple[Path, str, FolderLock]:
         make_private(path)
         with suppress(FolderInUse):
             return path, numbered, FolderLock(path / LOCK)
-    raise UserError(f"{path.parent}: {name} to {numbered} are all in use by other workers; name a folder with --dir")
+    raise UserError(
+        f"{path.parent}: the folders {name} to {numbered} are all in use by other processes; give another folder with "
+        "--dir"
+    )

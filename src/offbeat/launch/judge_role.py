@@ -4,8 +4,8 @@ It leases samples, scores them in killable processes and submits the rewards unt
 heartbeats. When asked to stop, it returns unscored samples at once.
 
 Rewards are loaded by name on this machine. If a reward cannot be loaded, the judge returns its samples unscored and
-exits with an error. It does the same if the reward is code that this machine's owner did not allow, because a
-coordinator could otherwise call any function of any module with any text.
+exits with an error. It does the same if the reward is code that this machine's owner did not allow. Without this rule,
+a coordinator could call any function of any module with any text.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from offbeat.rewards.pool import RewardPool
 LEASE_WAIT_S = 300.0
 """Longest wait in seconds for samples to score; the client splits it into several shorter calls."""
 LEASE_WORK_S = 1.0
-"""Seconds of work to aim at in one lease: few, so that little is lost if a judge dies, but enough to save calls."""
+"""Seconds of work that one lease should hold: few, so that little is lost if a judge dies, but enough to save calls."""
 MAX_SAMPLES = 64
-"""Most samples in one lease (loan of samples to score). A process scores samples of an async reward concurrently."""
+"""Largest number of samples in one lease (samples handed to a judge for scoring). A reward process scores samples of an
+async reward concurrently."""
 LEAVE_WITHIN_S = 5.0
 REWARD = re.compile(r"task(\.\d+)?\.reward")
 NOT_LOADED = "start:"
@@ -43,7 +44,8 @@ class Judge:
     """Scores samples for one coordinator; `run` returns when the run is over."""
 
     def __init__(self, client: JudgeClient, processes: int, log_path: Path, own_code: Collection[str] | None):
-        """`own_code` holds the rewards of the form module:function or file.py:function that may run here; None: all."""
+        """`own_code` holds the rewards of the form module:function or file.py:function that this judge may run; None:
+        it may run all."""
         self.client, self.processes, self.log_path, self._own_code = client, processes, log_path, own_code
         self.run_over: RunOver | None = None
         """Why the run is over; None: the coordinator has not said that it is."""
@@ -120,8 +122,8 @@ class Judge:
 
 
 def next_capacity(num_samples: int, seconds: float) -> int:
-    """Returns how many samples to lease next, for about `LEASE_WORK_S` seconds of work but at most twice `num_samples`.
-    `num_samples` is the size of the lease before, whose scoring took `seconds`."""
+    """Returns how many samples to lease next: about as many as can be scored in `LEASE_WORK_S`, but at most twice
+    `num_samples`. The previous lease had `num_samples` samples, whose scoring took `seconds`."""
     wanted = int(num_samples * LEASE_WORK_S / seconds) if seconds > 0 else MAX_SAMPLES
     return max(1, min(wanted, 2 * num_samples, MAX_SAMPLES))
 
@@ -132,7 +134,8 @@ def rewards_in(overrides: Sequence[str]) -> set[str]:
 
 
 async def judge(invitation: Invitation, overrides: Sequence[str]) -> str | None:
-    """Joins a run and scores samples until the run is over; returns the reason if it was stopped earlier, else None."""
+    """Joins a run and scores samples until the run is over. Returns None, or the reason if this judge was stopped
+    before."""
     async with AsyncExitStack() as stack:
         member = await stack.enter_async_context(joined(invitation, overrides))
         processes = member.config.reward.processes

@@ -1,4 +1,5 @@
-"""A whole run in one process: the coordinator, one worker and the trainer, which use only the client interface.
+"""A whole run in one process, which has one worker. Worker and trainer use the coordinator through its client
+interface.
 
 A wrong task or reward is reported before torch is imported. A run ends with its last step, or by Ctrl-C, SIGTERM or
 `run.max_hours`, always with a checkpoint. It may also end with an error; then it can be resumed from the ledger and the
@@ -49,7 +50,8 @@ def train(
 ) -> dict[str, Any]:
     """Runs a configuration to its end in this process and returns the run's summary.
 
-    `resume` is the folder of a run to resume; with `from_scratch`, that run starts again if its checkpoints are lost.
+    `resume` is the folder of a run to resume; with `from_scratch`, that run starts again from step 0 if its checkpoints
+    are lost.
     """
     given = given or Given()
     check_sinks(config.log.sinks)
@@ -165,7 +167,8 @@ async def _run(folder: RunFolder, given: Given, *, from_scratch: bool) -> dict[s
 async def _work(
     config: Config, runtime: CoordinatorRuntime, worker: Worker, trainer: Trainer, stopping: Stopping
 ) -> None:
-    """Runs worker and trainer until the trainer is done, and reports evaluations; an error in one of them ends all."""
+    """Runs worker and trainer until the trainer has ended, and reports evaluations meanwhile. An error in one of these
+    tasks ends all of them."""
     async with asyncio.TaskGroup() as parts:
         working = parts.create_task(worker.run())
         first = max(trainer.step, first_to_evaluate(runtime.reporter.folder, up_to=trainer.step))

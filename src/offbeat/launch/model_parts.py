@@ -69,7 +69,7 @@ hundredths; 1 means that text or model differs."""
 
 
 def load_loss(spec: str) -> PolicyLoss:
-    """Returns the user's own loss, named by `spec` (module:function), wrapped to check its result."""
+    """Returns a function that calls the user's own loss, named by `spec` (module:function), and checks its result."""
     function = locate(spec, "loss.name")
 
     def loss(tokens: Tokens, settings: LossSettings) -> TokenLoss:
@@ -134,7 +134,8 @@ def _lora(config: Config) -> Lora | None:
 
 
 def make_adapter(config: Config, policy: Policy) -> Adapter | None:
-    """Returns the base model and configuration that all adapter versions of a run share; None without LoRA."""
+    """Returns what all adapter versions of a run share: the base model, its digest and the adapters' configuration.
+    None without LoRA."""
     if (lora := _lora(config)) is None:
         return None
     base = weights_digest(base_tensors(policy.model))
@@ -170,7 +171,8 @@ def make_policy(config: Config, model: PreTrainedModel | None = None) -> tuple[P
 
 
 def _fits_without_moments_alone(config: Config, model: PreTrainedModel) -> bool:
-    """Whether model and training state are too large for the GPU, so that AdamW's moments must stay in host memory."""
+    """Whether AdamW's moments must stay in host memory, because model and training state together are too large for the
+    GPU."""
     memory = memory_bytes(model.device)
     if model.device.type != "cuda" or memory is None:
         return False
@@ -274,10 +276,12 @@ def step_settings(config: Config) -> StepSettings:
 
 
 def prepare_torch(config: Config) -> None:
-    """Sets torch's number of threads for the calling thread (`run.threads`, else torch's default) and, for the whole
-    process, how memory is taken on a GPU and, with `run.exact`, deterministic algorithms. Call it before a model is
-    loaded. The number of threads is always set, because a new thread otherwise has the number that any thread set
-    last."""
+    """Sets up torch; must be called before a model is loaded.
+
+    For the calling thread, sets torch's number of threads: `run.threads`, or else torch's default. The default is set
+    too, because a new thread would otherwise have the number that any thread set last. For the whole process, sets how
+    memory is allocated on a GPU and, with `run.exact`, deterministic algorithms.
+    """
     torch.set_num_threads(config.run.threads or NUM_THREADS)
     device = pick_device(config.model.device)
     avoid_fragments(device)

@@ -1,8 +1,8 @@
 """Checks a run before anything heavy is loaded: the same for `offbeat train`, `offbeat serve` and `--dry-run`.
 
-`checking` builds what a coordinator needs, and tries it: sources with all their rows, reward processes, tokenizer,
-template and prompt lengths. `check_roles` checks what trainer and workers need on this machine: device and engine.
-Weights are neither downloaded nor loaded.
+`checking` builds and tries the parts that a coordinator needs: sources with all their rows, reward processes,
+tokenizer, template and prompt lengths. `check_roles` checks what trainer and workers need on this machine: device and
+engine. Weights are neither downloaded nor loaded.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ except UserError as error:
 
 @dataclass(frozen=True)
 class Checked:
-    """The parts of a coordinator after their checks."""
+    """The parts of a coordinator that have passed the checks, with what the checks found."""
 
     config: Config
     mixture: Mixture
@@ -110,8 +110,9 @@ class Checked:
 
 @asynccontextmanager
 async def checking(config: Config, given: Given | None = None, home: Path | None = None) -> AsyncIterator[Checked]:
-    """Builds and checks a coordinator's parts; its reward processes run until the block ends. Raises `UserError` for
-    the first mistake found. What rewards print goes to a temporary file, which is kept if the error names it.
+    """Builds and checks a coordinator's parts, and yields them. The reward processes run until the block ends. Raises
+    `UserError` for the first mistake found. The output of rewards goes to a temporary file. After an error, this file
+    is kept if the error's message names it.
 
     `given` is what a Python program adds to the configuration; `home` is the run's folder, if there is one.
     """
@@ -149,7 +150,8 @@ def _import_transformers() -> None:
 
 
 async def check_roles(config: Config) -> list[str]:
-    """Returns lines about the device and the workers' engine; raises `UserError` if this machine lacks one of them."""
+    """Returns lines that name the device and the workers' engine. Raises `UserError` if this machine does not have the
+    device, or the engine is not installed."""
     return [*await check_device(config.model.device), *await check_server(config)]
 
 
@@ -159,7 +161,7 @@ def may_have_gpu() -> bool:
 
 
 async def check_device(device: str) -> list[str]:
-    """Returns a line about model.device; raises `UserError` if this machine lacks it."""
+    """Returns a list of one line that names the device. Raises `UserError` if this machine does not have the device."""
     if device not in ("auto", "cpu"):  # torch knows, and is too slow to import here
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", PICK_DEVICE, device),
@@ -174,8 +176,8 @@ async def check_device(device: str) -> list[str]:
 
 
 async def check_server(config: Config) -> list[str]:
-    """Returns a line about the Python environment of the workers' servers, if they start any; raises `UserError` if it
-    lacks the engine."""
+    """Returns a list of one line that names the Python with which workers start their engine's servers; an empty list
+    if they start none. Raises `UserError` if the engine is not installed for this Python."""
     rollout = config.rollout
     if rollout.engine not in SERVED or not rollout.workers or config.engine.url is not None:
         return []

@@ -54,8 +54,8 @@ class FolderInUse(UserError):
 class FolderLock:
     """Lets one process at a time work in a folder; held from construction until `release`.
 
-    The kernel keeps the lock (flock), so it ends with its process; forked children do not keep it. The lock file names
-    the process that holds it.
+    The lock is the kernel's (flock), so it ends with the process that holds it; forked children do not hold it. The
+    lock file names this process.
     """
 
     def __init__(self, path: Path):
@@ -120,7 +120,7 @@ LEDGER, CONFIG, METRICS, EVENTS, TRACE, SUMMARY, ADDRESS, LOCK = (
 TRAINER_ID = "trainer.id"
 """File with the random id of the run's own trainer; `offbeat.trainer.checkpoint` writes it."""
 CHECK_WITHIN_S = 60.0
-"""Longest time that a resume searches the ledger for damaged pages; enough to read some ten gigabytes from disk."""
+"""Longest time for which a resume searches the ledger for damaged pages; enough to read about ten gigabytes."""
 MAX_NAMED = 4
 """Largest number of other runs that an error names."""
 LOGGERS = ("offbeat", "py.warnings")
@@ -148,7 +148,8 @@ class RunFolder:
             self._last_events = {event["event"]: event for event in events}
             latest = max((event.get("attempt", 0) for event in events), default=0)
             self.attempt = max(1, latest + has_begun(path))
-            """Number of this start of the run, without earlier starts from which nothing of value came."""
+            """Number of this start of the run. Earlier starts that left nothing of value (`has_begun`) are not
+            counted."""
             self._handler = _log_to(path / "logs" / "offbeat.log")
             self._access = stack.pop_all()
         self._before = _current_run.get()
@@ -167,7 +168,9 @@ class RunFolder:
             with readable_by(config.run.access):
                 make_folder(path)
         except OSError as error:
-            raise UserError(f"run.dir = {show(config.run.dir)}: {path} cannot be created: {error.strerror}") from error
+            raise UserError(
+                f"run.dir = {show(config.run.dir)}: {path} cannot be created: {error.strerror}; choose another run.dir"
+            ) from error
         refuse_used(path, from_python=from_python)
         with _owned(path) as lock:
             refuse_used(path, from_python=from_python)  # again, under the lock
@@ -296,7 +299,8 @@ class RunFolder:
 
 
 def _with_rows_in(config: Config, before: Path, now: Path) -> Config:
-    """Returns the configuration with paths of tasks' files in folder `before` changed to the same names in `now`."""
+    """Returns the configuration with changed paths of tasks: a file in folder `before` becomes the file of the same
+    name in folder `now`."""
     tasks = [
         task.model_copy(update={"path": str(now / file.name)})
         if (file := Path(getattr(task, "path", ""))).parent == before
@@ -337,17 +341,15 @@ def _replace(path: Path, content: Any, then: str = "then resume the run") -> Non
 
 
 def refuse_used(path: Path, *, from_python: bool = False) -> None:
-    """Raises if a folder holds a run that has begun, or other files. `from_python`: whether the error names arguments
-    of `offbeat.train`, not options.
-
-    The folder of a run that was killed before it began may be reused.
-    """
+    """Raises `UserError` if a folder holds a run that has begun, or other files. The folder of a run that was killed
+    before it began may be reused. `from_python`: whether the error names arguments of `offbeat.train`, not options of
+    the command line."""
     if (path / CONFIG).is_file():
         if has_begun(path):
             resume, name = (f'resume="{path}"', "name=") if from_python else (f"--resume {path}", "run.name")
             raise UserError(f"{path}: this run exists; continue it with {resume}, or choose another {name}")
     elif path.is_dir() and any(entry.name != LOCK for entry in path.iterdir()):
-        raise UserError(f"{path}: exists already and holds no run; choose another run.name or run.dir")
+        raise UserError(f"{path}: this folder exists, but holds no run; choose another run.name or run.dir")
 
 
 def has_begun(path: Path) -> bool:
@@ -397,9 +399,10 @@ def stored_config(path: Path) -> dict[str, Any]:
 
 
 def check_resumable(path: Path, config: Config) -> Config:
-    """Returns `config` with `run.name` set to the name of the run's folder, which may have been copied or moved, and
-    with the engine of the run instead of "auto". Raises if a key that is fixed for the run differs from config.json or
-    from the ledger, if `run.steps` is below the steps that are trained already, or if the ledger is lost."""
+    """Returns `config` with `run.name` set to the name of the run's folder, which may have been copied or moved. If
+    `rollout.engine` is "auto", it is replaced by the engine that the run has. Raises `UserError` if a key that is fixed
+    for the run differs from config.json or from the ledger, if `run.steps` is below the steps that are trained already,
+    or if the ledger is lost."""
     stored = stored_config(path)
     if config.rollout.engine == AUTO:
         config = with_engine(config, *_engine_in(stored))
@@ -430,8 +433,8 @@ def _refuse_changes(changes: list[Change], whose: str, remedy: str) -> None:
 
 
 def _in_ledger(path: Path) -> tuple[dict[str, Any] | None, int]:
-    """Returns the run's fixed keys from its ledger, and the number of its trained steps; None and 0 if there is no
-    ledger, or it must be upgraded first."""
+    """Returns the run's fixed keys as recorded in its ledger, and the number of trained steps. Returns None and 0 if
+    there is no ledger, or if the ledger must be upgraded first."""
     from offbeat.ledger.migrations import is_old
 
     if is_old(path / LEDGER) or (ledger := _existing_ledger(path)) is None:
@@ -442,9 +445,8 @@ def _in_ledger(path: Path) -> tuple[dict[str, Any] | None, int]:
 
 
 def _existing_ledger(path: Path) -> Ledger | None:
-    """Opens the ledger of a run to resume, read-only; raises if the ledger is lost, instead of making an empty one.
-
-    Returns None if the run failed before it began, for example on a full disk: then resuming starts it."""
+    """Opens the ledger of a run to resume, read-only. Raises `UserError` if the ledger is lost, instead of making an
+    empty one. Returns None if the run failed before it began, for example on a full disk; a resume then begins it."""
     from offbeat.ledger.errors import NoLedger
     from offbeat.ledger.ledger import Ledger  # imported late: a refused start then does not wait for numpy
 
@@ -459,13 +461,14 @@ def _existing_ledger(path: Path) -> Ledger | None:
 
 
 def refuse_in_use(path: Path) -> None:
-    """Raises if another process works in a run's folder. This is an early check, which `RunFolder.open` repeats."""
+    """Raises `FolderInUse` if another process works in a run's folder. `RunFolder.open` repeats this early check."""
     FolderLock(path / LOCK).release()
 
 
 def refuse_trainer_elsewhere(path: Path) -> None:
-    """Raises if the checkpoints of a run to resume are in the folder of a trainer that joined it. This is an early
-    check, which leaves the run as it is; the ledger checks every trainer that starts."""
+    """Raises `UserError` if the checkpoints of a run to resume are not in its folder, but in that of a trainer that
+    joined the run. This is an early check, before anything is changed; later, the ledger checks every trainer that
+    starts."""
     from offbeat.ledger.batches import latest_trainer
     from offbeat.ledger.migrations import is_old
 
@@ -477,13 +480,13 @@ def refuse_trainer_elsewhere(path: Path) -> None:
     if trainer is not None and trainer.checkpoint_step is not None and trainer.home != home:
         raise UserError(
             f"{path}: its checkpoints are with the trainer that joined it ({trainer}); continue with offbeat serve "
-            f"--resume {path}, and start that trainer again with the same --dir; or add --from-scratch, which undoes "
-            "all steps"
+            f"--resume {path}, and start that trainer again with the same --dir; or start the training over with "
+            "--from-scratch, which undoes all steps"
         )
 
 
 def named_run(given: str, parent: Path) -> Path:
-    """Returns `given` as a folder or, if there is no such folder, as a name in `parent`."""
+    """Returns the folder of the run `given`: a path or, if this path does not exist, the name of a run in `parent`."""
     is_name = len(Path(given).parts) == 1 or (parent / given).is_dir()
     return parent / given if is_name and not Path(given).exists() else Path(given)
 
@@ -498,8 +501,9 @@ def newest_run(parent: Path) -> Path:
 
 
 def started_in(run: Path) -> Path:
-    """Returns the folder in which a run was last started or resumed, from which relative paths in its configuration
-    count. If `run.dir` is no longer there, as after a copy to another machine, returns the current folder."""
+    """Returns the folder in which a run was last started or resumed; relative paths in its configuration begin there.
+    Leaves out folders from which `run.dir` does not lead to the run, as after a copy to another machine. If no folder
+    is left, returns the current folder."""
     folders = [event["folder"] for event in read_events(run / EVENTS) if isinstance(event.get("folder"), str)]
     parent = Path(stored_config(run).get("run", {}).get("dir", RunConfig().dir))
     for folder in map(Path, reversed(folders)):

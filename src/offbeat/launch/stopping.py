@@ -1,4 +1,4 @@
-"""Requests to stop a run before its last step: Ctrl-C, SIGTERM, its time limit, or a program's own (`StopButton`).
+"""Requests to stop a run before its last step: Ctrl-C, SIGTERM, the run's time limit, or a program's `StopButton`.
 
 After the first request, the current step finishes and the run ends with a checkpoint. A second signal ends the run at
 once; it can be resumed from its last checkpoint. Only the main thread receives signals.
@@ -67,7 +67,7 @@ def interruptible() -> Iterator[None]:
 
 
 class StopButton:
-    """Lets any thread ask a run to stop, even before the run listens; only the first request counts."""
+    """Lets any thread ask a run to stop, even before the run listens for requests; only the first request counts."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -83,8 +83,8 @@ class StopButton:
 
     @contextmanager
     def connected(self, ask: Callable[[str], object]) -> Iterator[None]:
-        """Within the block, calls `ask` with the reason of a request to stop: at once if the request came before the
-        block, else when it comes."""
+        """Within the block, calls `ask` with the reason of the first request to stop. If this request came before the
+        block, calls `ask` at once."""
         with self._lock:
             self._ask = ask
             if self._why is not None:
@@ -189,7 +189,7 @@ class _ThreadRun(Generic[T]):
 
     @contextmanager
     def passing_on(self, handler: Handler) -> Iterator[None]:
-        """Within the block, signals call `handler` in the coroutine's event loop. Outside, they cancel the
+        """Within the block, signals call `handler` in the coroutine's event loop. Outside the block, signals cancel the
         coroutine."""
         self._pass_on = handler
         try:

@@ -1,8 +1,8 @@
 """Runs coordinator, trainer and workers as processes on this machine, and restarts them.
 
 Each child process is an ordinary `offbeat` command; trainer and workers get join tokens of their own. A child that dies
-is restarted (`offbeat.rules.restarts`) and continues from the ledger, its checkpoint or its spool. Children end with
-this process, even if it is killed. The coordinator writes to this terminal, the others write to files in the run's
+is restarted (`offbeat.rules.restarts`) and continues from the ledger, its checkpoint or its spool. Children end when
+this process ends, even if it is killed. The coordinator writes to this terminal, the others write to files in the run's
 logs/. There, supervisor.jsonl records each start and end of a process; the terminal gets a line for each restart.
 """
 
@@ -105,10 +105,10 @@ class Supervisor:
         given: Given | None = None,
         num_read: int = 0,
     ):
-        """`serve` holds the arguments of the coordinator's first start, `resume` those of its restarts, to which the
-        run's folder is added. With `from_scratch`, the trainer's first process may begin the run again if the
-        checkpoints are lost; the trainer's later processes continue that run. `given` is what a Python program adds;
-        its sinks get the rows of metrics.jsonl after the first `num_read` bytes."""
+        """`serve` holds the arguments of the coordinator's first start. `resume` holds those of its restarts, without
+        the run's folder, which is added. With `from_scratch`, the trainer's first process may begin the run again if
+        the checkpoints are lost; the trainer's later processes continue that run. `given` is what a Python program adds
+        to the configuration. Its sinks get the rows of metrics.jsonl after the first `num_read` bytes."""
         self.given = given or Given()
         self.config, self._resume, self._from_scratch = config, resume, from_scratch
         self.coordinator = Child("coordinator", serve)
@@ -164,7 +164,8 @@ class Supervisor:
             following.cancel()
 
     async def _follow(self) -> None:
-        """Sends each new row of metrics to the sinks given from Python; the coordinator serves the configured sinks."""
+        """Sends each new row of metrics to the sinks given from Python. The coordinator sends rows to the configured
+        sinks itself."""
         while self._sinks:
             self._send_rows()
             await asyncio.sleep(FOLLOW_EVERY_S)
@@ -183,8 +184,8 @@ class Supervisor:
                     send(json.loads(line), self._sinks, lambda text: print(f"warning: {text}", file=sys.stderr))
 
     async def _stop_when(self, stopping: Stopping) -> None:
-        """Waits for a request to stop. Then ends the trainer, which first finishes its step and saves a checkpoint.
-        Ends the coordinator last, because the trainer needs it until then. A second signal ends everything at once."""
+        """Waits for a request to stop. Then ends the trainer, which first finishes its step and saves a checkpoint, and
+        after that the coordinator, which the trainer needs until its end. A second signal ends everything at once."""
         await stopping.requested.wait()
         assert stopping.why is not None
         for child in (self.trainer, *self.workers):
@@ -199,7 +200,8 @@ class Supervisor:
             os.write(self._reasons_in, stopping.why.encode())
 
     async def _keep(self, child: Child) -> None:
-        """Starts a child if need be, and restarts it until it ends without an error; raises if it dies too often."""
+        """Starts a child if it has no process yet, and restarts the child until it ends without an error. Raises if the
+        child dies too often, or with an error that a restart cannot fix."""
         if child.process is None:
             await self._start(child)
         while True:
@@ -223,7 +225,8 @@ class Supervisor:
             await self._start(child)
 
     async def _start_coordinator(self) -> None:
-        """Starts the coordinator and reads its URL and run folder. A restart resumes the run of the first start."""
+        """Starts the coordinator, and waits until it is ready and tells its URL and run folder. After a restart, the
+        coordinator resumes the run that it began at its first start."""
         read, write = os.pipe()
         arguments = self.coordinator.arguments if not self.url else [*self._resume, "--resume", str(self.run)]
         try:
@@ -331,7 +334,8 @@ def _line(descriptor: int) -> bytes:
 
 
 def _threads(config: Config) -> dict[str, str]:
-    """Returns environment variables that divide the CPU cores among trainer and workers; none with `run.threads`."""
+    """Returns environment variables that divide the CPU cores among trainer and workers. Returns an empty dict if
+    `run.threads` or `OMP_NUM_THREADS` is set, which then decides."""
     if config.run.threads is not None or "OMP_NUM_THREADS" in os.environ:
         return {}
     return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ((config.rollout.workers or 0) + 1)))}

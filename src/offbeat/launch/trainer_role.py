@@ -1,7 +1,8 @@
 """The trainer's process: `offbeat trainer --join URL`.
 
-It keeps checkpoints in its own folder, and sends metrics and events to the coordinator. It also sends versions if the
-two share neither a disk nor a store. When asked to stop, it finishes the current step and ends with a checkpoint.
+It keeps checkpoints in its own folder, and sends metrics and events to the coordinator. It also sends versions if it
+shares neither a disk nor a store with the coordinator. When asked to stop, it finishes the current step and ends with a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ KEY = "signing.key"
 async def train(
     invitation: Invitation, overrides: Sequence[str], run: Path | None, *, from_scratch: bool = False
 ) -> str | None:
-    """Joins a run and trains until it ends; returns the reason if it was stopped earlier, else None.
+    """Joins a run and trains until the run ends. Returns None, or the reason if this trainer was stopped before.
 
     `run` is the coordinator's run folder if both share a disk; None: they do not. With `from_scratch`, the run starts
-    again if this trainer has no checkpoint of it.
+    again from step 0 if this trainer has no checkpoint of it.
     """
     async with AsyncExitStack() as stack:
         member = await stack.enter_async_context(joined(invitation, overrides))

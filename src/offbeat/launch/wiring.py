@@ -47,8 +47,9 @@ def make_mixture(
     functions: Functions | None = None,
     home: Path | None = None,
 ) -> Mixture:
-    """Builds the configuration's tasks; see `build_mixture` for the other parameters. Raises `UserError` if the run in
-    folder `home` has a reward from Python that `reward` lacks, because its config.json cannot name that reward."""
+    """Builds the mixture of the configuration's tasks; see `build_mixture` for the other parameters. Raises `UserError`
+    if the run in folder `home` began with a reward from Python and `reward` is None, because config.json cannot name
+    such a reward."""
     events = [] if home is None else read_events(home / EVENTS)
     began = next((event.get("value") for event in reversed(events) if event["event"] == "rewards"), None)
     return build_mixture(
@@ -79,7 +80,7 @@ ANSWER_COLUMNS = ("ground_truth", "solution", "target")
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial of a reward on a problem of a source."""
+    """Result of trying a reward on one problem of a source."""
 
     source: str
     reward: str
@@ -91,11 +92,12 @@ class Trial:
     empty: float | None = None
     """Reward of an empty response; None: not tried, or the trial failed."""
     why_empty_fails: str = ""
-    """Why the reward of an empty response failed; "" if it did not, or was not tried."""
+    """Why the reward of an empty response failed; "" if it did not fail, or was not tried."""
 
 
 async def try_rewards(config: Config, mixture: Mixture, pool: RewardPool) -> list[Trial]:
-    """Tries each reward on the first problem of each source that uses it; with reward.processes = 0, tries none."""
+    """Tries each reward on the first problem of each source that uses it, and returns the results, one for each source.
+    With reward.processes = 0, tries none and returns an empty list."""
     if not config.reward.processes:
         return []
     needs_answer = await pool.load()
@@ -153,8 +155,8 @@ def _response(problem: Problem, text: str | None) -> RewardInput:
 
 
 def need_processes(config: Config, why: str) -> None:
-    """Raises a `UserError` if reward.processes = 0 in a run that judges cannot join, because nothing would compute its
-    rewards. `why` is the end of the message: why judges cannot join, and what to do."""
+    """Raises a `UserError` if reward.processes = 0, for a run that judges cannot join: nothing would compute its
+    rewards. `why` is the end of the error's message, which says why judges cannot join, and what to do."""
     if not config.reward.processes:
         raise UserError(f"reward.processes = 0: allowed 1 or more here, because {why}")
 
@@ -267,7 +269,8 @@ def publishes_pieces(config: Config, *, is_away: bool) -> bool:
 
 
 def open_pieces(config: Config, folder: Path) -> PieceStore:
-    """Opens the run's piece store: the configured one, which all machines reach, or else the weight `folder`."""
+    """Opens the store of the run's pieces: `weights.store`, which all machines reach, or, if it is not set, the weight
+    folder `folder`."""
     return open_store(config.weights.store or folder)
 
 

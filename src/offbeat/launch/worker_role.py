@@ -39,7 +39,7 @@ from offbeat.worker.worker import DRAIN_WITHIN_S, Worker, WorkerMetrics
 log = logging.getLogger(__name__)
 
 LEAVE_WITHIN_S = 5.0
-"""Seconds for which a worker that is interrupted while it loads tries to sign off."""
+"""Seconds for which a worker that is interrupted while it loads tries to tell the coordinator that it leaves."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ def read_address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise UserError(
-            f"--peer-address {text!r}: write HOST:PORT, at which the site's workers reach this one; port 0 is any port"
+            f"--peer-address {text!r}: write it as HOST:PORT, the address at which other workers of the site reach "
+            "this worker; port 0 stands for any free port"
         )
     return host.strip("[]"), int(port)
 
@@ -122,8 +123,9 @@ async def receiving(
 
 
 def usable(peers: Sequence[wire.Peer], *, allow_plain: bool) -> dict[str, str]:
-    """Returns the peers (workers of the same site) that may be asked for pieces, as URL and the key to show there.
-    Peers use no TLS, so without `allow_plain` only peers at loopback addresses are returned."""
+    """Returns the peers (workers of the same site) that may be asked for pieces: a dict from a peer's URL to the key to
+    send with requests to this peer. Peers use no TLS, so without `allow_plain` only peers at loopback addresses are
+    returned."""
     near = [peer for peer in peers if allow_plain or is_loopback(peer.host)]
     if len(near) < len(peers):
         num_left = len(peers) - len(near)
@@ -145,7 +147,8 @@ def _say(text: str) -> None:
 
 
 async def _leave(member: JoinedRun) -> None:
-    """Tells the coordinator, if it answers, that a worker without tasks leaves."""
+    """Tells the coordinator that this worker, which has no tasks, leaves. Ignores errors, because the coordinator may
+    not answer."""
     with suppress(OffbeatError, TimeoutError):
         async with asyncio.timeout(LEAVE_WITHIN_S):
             await member.connection.post("/v1/leave", wire.Nothing())
@@ -160,7 +163,7 @@ async def work(
     engine_log: Path | None = None,
     beside_trainer: Path | None = None,
 ) -> str | None:
-    """Joins a run and works until it is over; returns the reason if it was stopped earlier, else None.
+    """Joins a run and works until the run is over. Returns None, or the reason if this worker was stopped before.
 
     Weight files of a trusted coordinator on this machine are read in place, unless `shares_disk` is False. The output
     of an engine's server goes to file `engine_log`; None: to a file in the worker's folder. `beside_trainer` is the
@@ -266,8 +269,8 @@ class WorkerSupervisor:
         )
 
     async def _hand_over(self, worker: Worker, client: WorkerClient) -> None:
-        """Submits the finished work of `worker`, whose engine died. Then releases all its leases (loans of tasks) by
-        the first heartbeat of `client`, which is the next engine's client."""
+        """Submits the finished work of `worker`, whose engine died. Then sends the first heartbeat of `client`, the
+        next engine's client, which releases all leases of `worker`."""
         self.num_deaths += 1
         await worker.send_finished()
         await client.heartbeat([])
@@ -298,7 +301,7 @@ class WorkerSupervisor:
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T], grace_s: float = 0.0) -> T | None:
         """Awaits `work` without a time limit and returns its result. After a request to stop, `work` gets another
-        `grace_s`; if it is still running, cancels it and returns None."""
+        `grace_s` seconds; if `work` is still running then, cancels it and returns None."""
         if self.stopping.requested.is_set() and not grace_s:
             work.close()
             return None

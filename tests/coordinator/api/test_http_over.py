@@ -29,7 +29,7 @@ def test_one_that_comes_back_when_its_run_is_over_and_nobody_serves_it_ends_in_p
     (tmp_path / f"{role}-{OVER}").touch()
     assert come_back(tmp_path, role) == 0
     assert capsys.readouterr() == (
-        "w: run a has ended, and its coordinator answers no more; nothing is left to do\n",
+        "w: run a has ended, and its coordinator does not answer any more; nothing is left to do\n",
         "",
     )
 
