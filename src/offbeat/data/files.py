@@ -239,7 +239,7 @@ class FileSource:
         self._needed = [self._column] + ([answer] if answer not in (None, DEFAULT_ANSWER) else [])
         hashes = np.array([_hash(self._prompt_of(row, i)) for i, row in enumerate(rows.scan(self._needed))], np.uint64)
         if not len(hashes):
-            raise UserError(f"task.path = {str(rows.path)!r}: it has no row; every row is a prompt to train on")
+            raise UserError(f"task.path = {str(rows.path)!r}: it has no row; give at least one, with a prompt")
         is_held_out = _choose_held_out(hashes, held_out)
         self._num_held_out = int(is_held_out.sum())
         self._train = np.flatnonzero(~is_held_out)

@@ -26,7 +26,9 @@ def record(rows: Any, file: Path, task: Mapping[str, Any], label: str) -> dict[s
     if hasattr(rows, "iterrows") and hasattr(rows, "to_dict"):  # a pandas data frame
         rows = rows.to_dict("records")
     if isinstance(rows, Mapping):
-        raise UserError(f"{label}: is a dict of {', '.join(map(str, rows))}; give one split, or a list of rows")
+        raise UserError(
+            f"{label}: is a dict with the keys {', '.join(map(str, rows))}; give one of its splits, or a list"
+        )
     if isinstance(rows, str) or not isinstance(rows, Iterable):
         raise UserError(f"{label}: {rows!r:.60} is {a_kind(rows)}; give a list of dicts or another iterable")
     settings = {**task, "source": "file", "path": str(file)}
@@ -42,7 +44,7 @@ def record(rows: Any, file: Path, task: Mapping[str, Any], label: str) -> dict[s
                 settings |= _messages(row, settings)
             out.write(msgspec.json.encode(_checked(row, settings, f"{label}: row {num_rows}")) + b"\n")
     if not num_rows:
-        raise UserError(f"{label}: has no rows; every row is a prompt to train on")
+        raise UserError(f"{label}: has no rows; give at least one, with a prompt to train on")
     return settings
 
 

@@ -100,7 +100,11 @@ def recorded(forward: DecodeForward, inputs: Sequence[tuple[Tensor, ...]]) -> Fo
             return forward
     frozen = [warning for warning in caught if _freezes_a_branch(warning)]
     if frozen or not agrees:
-        why = f"{frozen[0].filename}:{frozen[0].lineno}: {frozen[0].message}" if frozen else "the recording differs"
+        why = (
+            f"{frozen[0].filename}:{frozen[0].lineno}: {frozen[0].message}"
+            if frozen
+            else "a recording gives other logits"
+        )
         _warn(why)
         return forward
     return replay

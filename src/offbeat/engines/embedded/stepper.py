@@ -81,7 +81,7 @@ class Stepper:
         if max_context_tokens > longest:
             raise UserError(
                 f"embedded engine: max_context_tokens = {max_context_tokens}, but {usage.kind_of(model)} takes "
-                f"at most {longest}; lower rollout.max_prompt_tokens or rollout.max_new_tokens"
+                f"at most {longest} tokens; lower rollout.max_prompt_tokens or rollout.max_new_tokens"
             )
         self.usage = use_slot_attention(model)
         self.model, self.num_slots, self.max_context_tokens, self.exact = model, num_slots, max_context_tokens, exact

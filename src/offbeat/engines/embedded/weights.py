@@ -115,8 +115,8 @@ def _check_names(version: Version, state: Mapping[str, Tensor], found: dict[str,
     unknown = sorted(set(found) - set(state))
     if unknown:
         raise EngineError(
-            f"version {version.number}: the model has no tensor {unknown[0]} (such tensors: {len(unknown)}); give this "
-            "worker the model settings of the run"
+            f"version {version.number}: {folder} has the tensor {unknown[0]}, which this worker's model lacks (unknown "
+            f"tensors: {len(unknown)}); give this worker the model settings of the run"
         )
     covered = {_memory(state[name]) for name in found}
     missing = sorted(name for name, tensor in state.items() if _memory(tensor) not in covered)
@@ -131,8 +131,8 @@ def _check_tensor(version: Version, name: str, tensor: Tensor, stored: Any) -> N
     shape, dtype = tuple(stored.get_shape()), DTYPES.get(stored.get_dtype())
     if shape != tuple(tensor.shape):
         raise EngineError(
-            f"version {version.number}: {name} has shape {shape}, but the model's has {tuple(tensor.shape)}; give this "
-            "worker the model settings of the run"
+            f"version {version.number}: {name} has shape {shape}, but in this worker's model {tuple(tensor.shape)}; "
+            "give this worker the model settings of the run"
         )
     if dtype is None or torch.promote_types(dtype, tensor.dtype) != tensor.dtype:
         raise EngineError(

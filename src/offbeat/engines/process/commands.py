@@ -74,7 +74,7 @@ async def probe_interpreter(
             stderr=asyncio.subprocess.PIPE,
         )
     except OSError as error:
-        raise UserError(f'engine.python = "{python}": {error.strerror}; name the Python that has {engine}') from error
+        raise UserError(f'engine.python = "{python}": {error.strerror}; name a Python that has {engine}') from error
     try:
         printed, errors = await asyncio.wait_for(process.communicate(), PROBE_WITHIN_S)
     except TimeoutError as error:
@@ -87,7 +87,7 @@ async def probe_interpreter(
             process.kill()
     if process.returncode:
         last = (errors.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
-        raise UserError(f'engine.python = "{python}": this Python cannot run the engine: {last}')
+        raise UserError(f'engine.python = "{python}": looking for {engine} in this Python failed: {last}')
     found = json.loads(printed)
     if not found["has"]:
         raise UserError(
@@ -146,14 +146,14 @@ def uses_ipc(config: Config, machine: EngineMachine, *, sees_gpu: bool) -> bool:
     demands it (engine.weights = "ipc") where it is impossible. `sees_gpu` says whether this process can use a GPU."""
     wanted = config.engine.weights
     why = {
-        f'rollout.engine = "{config.rollout.engine}" takes files': config.rollout.engine != "vllm",
-        f"model.lora_rank = {config.model.lora_rank}": config.model.lora_rank > 0,  # adapters are read from files
-        "there is no GPU": not machine.num_gpus or not sees_gpu,
-        f"engine.tensor_parallel = {config.engine.tensor_parallel}": config.engine.tensor_parallel > 1,
+        f'rollout.engine = "{config.rollout.engine}" reads weights from files': config.rollout.engine != "vllm",
+        f"adapters (model.lora_rank = {config.model.lora_rank}) are read from files": config.model.lora_rank > 0,
+        "worker and engine do not both see a GPU": not machine.num_gpus or not sees_gpu,
+        f"engine.tensor_parallel = {config.engine.tensor_parallel} is above 1": config.engine.tensor_parallel > 1,
     }
     obstacle = next((reason for reason, holds in why.items() if holds), None)
     if wanted == "ipc" and obstacle:
-        raise UserError(f'engine.weights = "ipc": not possible here, because {obstacle}; use "auto" or "path"')
+        raise UserError(f'engine.weights = "ipc": not possible here, because {obstacle}; set it to "auto" or "path"')
     return wanted != "path" and obstacle is None
 
 

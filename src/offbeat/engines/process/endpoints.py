@@ -92,7 +92,7 @@ def new_socket() -> str:
     path = str(Path(folder) / SOCKET)
     if len(path.encode()) > MAX_SOCKET_PATH_BYTES:
         Path(folder).rmdir()
-        raise UserError(f"TMPDIR = {tempfile.gettempdir()}: too long for the path of a socket; set a shorter one")
+        raise UserError(f"TMPDIR = {tempfile.gettempdir()}: too long for a socket in it; set it to a shorter path")
     return path
 
 

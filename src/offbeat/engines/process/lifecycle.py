@@ -214,7 +214,9 @@ class ServerEngines:
         if kv not in can:
             await engine.close()
             allowed = ", ".join(f'"{mode}"' for mode in sorted(can))
-            raise UserError(f'rollout.kv = "{kv}": {engine.capabilities.fingerprint} supports only {allowed}')
+            raise UserError(
+                f'rollout.kv = "{kv}": {engine.capabilities.fingerprint} supports only {allowed}; choose one of them'
+            )
 
 
 def _sees_gpu() -> bool:

@@ -168,8 +168,8 @@ class SglangDialect:
             num_new = meta.completion_tokens - num_before
             if not 0 <= num_new <= len(sampled):
                 raise EngineError(
-                    f"{self.server.url}{GENERATE}: an event takes the answer from {num_before} to "
-                    f"{meta.completion_tokens} tokens, but has {len(sampled)} log-probs"
+                    f"{self.server.url}{GENERATE}: an event says that the answer grew from {num_before} to "
+                    f"{meta.completion_tokens} tokens, but the event has {len(sampled)} log-probs"
                 )
             sampled = sampled[len(sampled) - num_new :]
         else:
@@ -188,7 +188,10 @@ class SglangDialect:
         if reason.type == "abort" and reason.status_code is None:
             return Finish.ABORT
         if reason.type == "abort":
-            raise ServerRefused(f"{self.server.url}{GENERATE}: error: {reason.message}", reason.status_code or 500)
+            raise ServerRefused(
+                f"{self.server.url}{GENERATE}: the server aborted the answer: {reason.message}",
+                reason.status_code or 500,
+            )
         if reason.type == "stop" and reason.matched in sampling.stop_token_ids:
             return Finish.STOP
         if reason.type == "length" or (reason.type == "stop" and isinstance(reason.matched, int)):

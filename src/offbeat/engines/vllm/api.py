@@ -99,8 +99,8 @@ class VllmDialect:
         """Raises an `EngineError` if a server with this `config` cannot load new versions of the weights correctly."""
         if _is_on_cpu(config) and TIED.search(str(config.get("model_config"))) and not self._has_extension:
             raise EngineError(
-                f"{self.server.url}: vLLM on a CPU would keep the output layer of old weights, because that layer "
-                "shares the embedding's weights; leave out engine.url, so that the worker starts a suitable server"
+                f"{self.server.url}: after a load, vLLM on a CPU would keep the old output layer, because that "
+                "layer shares the embedding's weights; leave out engine.url, so that the worker starts a server itself"
             )
 
     def _refuse_split_prompts(self, config: Mapping[str, Any]) -> None:
@@ -140,7 +140,7 @@ class VllmDialect:
             if error.status != 403:
                 raise
             raise EngineError(
-                f"{self.server.url}: this vLLM has no token interface; start it with --enable-scale-out"
+                f"{self.server.url}: this vLLM refuses calls that send token ids; start it with --enable-scale-out"
             ) from error
         return bool(answer["choices"][0].get("weight_versions"))
 

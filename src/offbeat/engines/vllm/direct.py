@@ -60,7 +60,7 @@ class Channel:
         finally:
             del self._asked[number]
         if answer.error:
-            raise EngineError(f"{self.url}: {name}: {answer.error}")
+            raise EngineError(f"{self.url}: vLLM's process failed at {name!r}: {answer.error}")
         return answer.result
 
     async def generate(self, message: Generate) -> AsyncIterator[Part]:
@@ -200,7 +200,7 @@ class DirectDialect:
 
     def _chunk(self, part: Part) -> Chunk:
         if part.error:
-            raise EngineError(f"{self.channel.url}: {part.error}")
+            raise EngineError(f"{self.channel.url}: vLLM's process refused the request: {part.error}")
         try:
             finish = Finish(part.finish) if part.finish else None
         except ValueError as error:
