@@ -46,7 +46,8 @@ def last_number(text: str) -> str | None:
 
 
 class Arithmetic:
-    """Source of sums and multiplications; a problem depends only on the constructor's arguments and its ordinal."""
+    """Source of sums and multiplications; a problem depends only on the constructor's arguments and its ordinal.
+    `tail_median` and `tail_sigma` are parameters of the multiplier's log-normal distribution."""
 
     name = "arithmetic"
     default_reward = "number"

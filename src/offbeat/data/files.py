@@ -4,7 +4,7 @@
 - A row is held out if the hash of its prompt, as a fraction, is below the share `held_out`. So rows with equal prompts
   stay together, and adding rows later does not move any other row.
 - Epochs follow one another. With `shuffle`, each has its own order, which depends only on seed and epoch.
-- The reward gets the row's other columns as `info`. They include the answer's column, unless this column is named
+- The reward gets all columns of the row but the prompt's as `info`. The answer's column is left out too if it is named
   `answer` and holds text (or nothing).
 """
 

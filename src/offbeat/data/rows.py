@@ -49,8 +49,8 @@ def record(rows: Any, file: Path, task: Mapping[str, Any], label: str) -> dict[s
 
 
 def _messages(row: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the setting `messages`, the prompt's column, if the first row's prompt is a list of messages; else
-    nothing."""
+    """Returns the setting `messages` with the name of the prompt's column if `row`, the first row, has a list as its
+    prompt and `settings` lacks `messages`. Otherwise returns an empty dict."""
     column = settings.get("prompt", "prompt")
     return {"messages": column} if "messages" not in settings and isinstance(row.get(column), list) else {}
 

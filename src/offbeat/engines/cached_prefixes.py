@@ -33,7 +33,8 @@ class CachedPrefix:
     kv_version: int
     """Number of the oldest version of the weights that computed any of the keys and values."""
     kv_lag: int = 0
-    """Versions by which the keys and values may be older than the version served; if 0, the next load drops them."""
+    """Largest number of versions by which the keys and values may be older than the loaded weights; if 0, the next load
+    drops the prefix."""
 
     @property
     def key(self) -> bytes:

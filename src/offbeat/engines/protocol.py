@@ -74,7 +74,8 @@ class Request:
     """Response position of the first token to sample; `sampling.max_new_tokens` counts from here."""
     kv: KvMode = KvMode.SAME
     kv_lag: int = 0
-    """With `KvMode.STALE`: versions by which kept keys and values may be older than the version served."""
+    """With `KvMode.STALE`: largest number of versions by which reused keys and values may be older than the loaded
+    weights."""
 
     @property
     def engine_seed(self) -> int:

@@ -388,7 +388,8 @@ class ActiveRequest:
     _loaded: list[LoadedVersion] = field(default_factory=list)
     """Weights that the server had during the current call, in order."""
     _kv: list[int] = field(default_factory=list)
-    """For each entry of `_loaded`: the oldest version that computed any keys and values that the call then used."""
+    """For each entry of `_loaded`: the oldest version that computed any keys and values that the call used with these
+    weights."""
 
     @property
     def _label(self) -> str:

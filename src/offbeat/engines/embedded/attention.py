@@ -137,8 +137,8 @@ def _decode(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scor
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: _Scoring) -> Tensor:
-    """Computes attention by matrix products. `query` is scaled, of shape (rows, KV heads, heads per KV head, ..., head
-    dim)."""
+    """Computes attention by matrix products. `query` is already multiplied by the scale and has the shape (rows, KV
+    heads, heads per KV head, ..., head dim)."""
     scores = torch.matmul(query, key.transpose(-2, -1))
     if scoring.softcap is not None:
         scores = torch.tanh(scores / scoring.softcap) * scoring.softcap

@@ -4,8 +4,8 @@
 the model's own tensors; generation stops only for that. Every name, shape and dtype is checked before the first byte is
 written. For tied tensors, which share memory, one name in the files is enough.
 
-A version that is an adapter replaces the model's adapter. If the adapter belongs to another base than the model's, the
-version must include that base, which then replaces the model's. A version that lacks it is refused.
+A version that is an adapter replaces the model's adapter. If that adapter was trained on other base weights than the
+model has, the version must include those weights, which then replace the model's. Otherwise the version is refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Staged:
     """A version's tensors, ready to be copied over the model's own."""
 
     base: str | None
-    """Digest of the adapter's base; None if the version is not an adapter."""
+    """Digest of the weights that the version's adapter belongs to; None if the version is not an adapter."""
     pairs: list[tuple[Tensor, Tensor]]
     """The model's own tensors, each with its replacement."""
 

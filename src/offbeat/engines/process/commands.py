@@ -1,4 +1,5 @@
-"""Command line and environment of an engine's server, from the configuration and a probe of its interpreter."""
+"""Builds the command line and environment of an engine's server from the configuration and a probe of the engine's
+Python."""
 
 from __future__ import annotations
 
@@ -59,9 +60,10 @@ async def probe_interpreter(
     share_of: Callable[[int], float] | None = None,
 ) -> EngineMachine:
     """Runs the engine's interpreter, with the variables in `environment`, to count the GPUs that it sees. Raises a
-    `UserError` if it cannot run or lacks the engine's package. Without `counts_gpus`, reports 0 GPUs and saves the
-    import of torch. `share_of` takes the bytes of a GPU's memory and returns the share of it that the server may take.
-    If `share_of` is None, engine.memory_share decides, on the assumption that nothing else uses the GPU."""
+    `UserError` if it cannot run or lacks the engine's package. Without `counts_gpus`, reports 0 GPUs and does not
+    import torch, which takes long. `share_of` takes the bytes of a GPU's memory and returns the share of it that the
+    server may take. If `share_of` is None, engine.memory_share decides, on the assumption that nothing else uses the
+    GPU."""
     engine, python = config.rollout.engine, sys.executable
     if config.engine.python:
         python = str(Path(config.engine.python).expanduser())

@@ -49,7 +49,8 @@ class Endpoint:
         return {KEY: self.key, NAME: self.name} if self.key else {}
 
     async def answers(self) -> bool:
-        """Whether the server that answers is the one we started; raises an `EngineError` if it is not up yet."""
+        """Whether the server that answers at `url` is the one we started; raises an `EngineError` if none answers
+        yet."""
         server = Server(self.url, api_key=self.key)
         try:
             await server.text(HEALTH, within_s=CHECK_WITHIN_S)

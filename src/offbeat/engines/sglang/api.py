@@ -42,8 +42,8 @@ INFO_WITHIN_S = 120.0
 FLUSH_WITHIN_S = 10.0
 FLUSH_AGAIN_S = 0.1
 COOL = 0.5
-"""Temperature of the second of two test calls; the first has 1. If the server's log-probs are those after temperature,
-the log-probs of two tokens differ twice as much at 0.5 as at 1."""
+"""Temperature of the second of two test calls; that of the first is 1. If the server's log-probs are those after
+temperature, the log-probs of two tokens differ twice as much at 0.5 as at 1."""
 NUM_COMPARED = 8
 MIN_SPREAD = 1e-2
 """Spread (largest minus smallest) below which log-probs differ only by rounding, so that comparing them at two

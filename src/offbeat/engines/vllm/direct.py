@@ -109,7 +109,7 @@ class Channel:
         self._writer.write(frame(message))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Hands out what the process sends, until the connection ends."""
+        """Passes each message of the process to the caller that waits for it, until the connection ends."""
         frames, why = Frames(), "it has ended"
         try:
             while piece := await reader.read(READ_BYTES):

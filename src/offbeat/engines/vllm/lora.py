@@ -53,8 +53,8 @@ class LoadedAdapter:
 
 
 class Adapters:
-    """The adapter in use and the next one, and their files. `add` makes vLLM load the adapter in a folder under a name;
-    `remove` makes vLLM unload the adapter of a name."""
+    """The adapter that vLLM uses and the one that it will use next, with their files. `add` makes vLLM load the adapter
+    in a folder under a name; `remove` makes vLLM unload the adapter of a name."""
 
     def __init__(
         self, folder: Path, add: Callable[[str, Path], Awaitable[None]], remove: Callable[[str], Awaitable[None]]
@@ -158,7 +158,7 @@ class LoraDialect(VllmDialect):
         return root.samefile(self.base) if root.exists() else self._root == self.model
 
     async def _refuse_fixed(self) -> None:
-        """Raises an `EngineError` if the server cannot load adapters while it runs. It answers a load call
+        """Raises an `EngineError` if the server cannot load adapters while it runs. Such a server answers a load call
         that names no adapter with status 404; a server that can load adapters answers with 400."""
         try:
             await self.server.send(LOAD, {"lora_name": "", "lora_path": ""})

@@ -62,7 +62,7 @@ class Part(msgspec.Struct, array_like=True, frozen=True):
     num_cached: int | None = None
     """In the first part: input tokens whose keys and values were cached."""
     error: str = ""
-    """Why there is no answer."""
+    """Why the engine refused the request; "" if it did not."""
 
 
 class Parts(msgspec.Struct, tag="parts", array_like=True, frozen=True):
