@@ -1,4 +1,4 @@
-"""Records rows that were given from Python in a file of JSON lines, from which a task then reads them.
+"""Writes rows that were given from Python to a file of JSON lines, which a task then reads.
 
 So a resumed run or a later evaluation sees the same rows. Rows may come from a list, a Hugging Face dataset, a pandas
 data frame or a generator. They are read once, in order, and are not held in memory together.

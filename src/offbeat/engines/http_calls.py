@@ -31,7 +31,7 @@ NOT_JSON = (ValueError, RecursionError)
 
 
 class ServerAway(EngineError):
-    """The server gave no answer: it cannot be reached, broke off, or took too long."""
+    """The server gave no answer: it cannot be reached, the connection broke, or it took too long."""
 
     def __init__(self, message: str, *, is_refused: bool = False, is_cut: bool = False):
         super().__init__(message)

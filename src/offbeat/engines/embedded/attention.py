@@ -49,8 +49,8 @@ def short_context(mask: Tensor | None) -> Iterator[None]:
 
 
 def use_slot_attention(model: PreTrainedModel) -> Usage:
-    """Replaces a model's attention with `slot_attention` if the model supports KV slots; returns the model's `Usage`,
-    which says so."""
+    """Replaces a model's attention with `slot_attention` if the model supports KV slots (`Usage.has_slots`); returns
+    the model's `Usage`."""
     found = usage(model)
     if found.has_slots:
         AttentionInterface.register(NAME, slot_attention)
@@ -246,8 +246,8 @@ def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 MIN_SAVED_TOKENS = 4096
-"""Reading rows in two parts must save at least this many tokens, because a second part takes extra kernels in every
-layer."""
+"""Smallest number of tokens that a decode step must save to read its rows in two parts instead of one; a second part
+takes extra kernels in every layer."""
 
 
 def num_long_rows(lengths: Sequence[int]) -> int:

@@ -110,7 +110,8 @@ class Stepper:
         self._admitted_at = 0
         """Number of the step at which requests last started."""
         self._forward_in_parts: Forward | None = None
-        """Forward pass in two parts; None until first used, because most runs never need it."""
+        """Forward pass for steps of two parts (see `_parts`); None until first used, because most runs never need
+        it."""
         self.num_long = num_slots
         """The first `num_long` slots read as much context as the longest row needs; the others read less."""
         self._has_started = False
@@ -192,7 +193,8 @@ class Stepper:
         return [(self.num_long, long), (num_rows - self.num_long, short)]
 
     def _decode(self, parts: Sequence[tuple[int, int]]) -> list[int]:
-        """Runs one decode step over `parts` (see `_parts`) and stores the new tokens; returns slots that are done."""
+        """Runs one decode step over `parts` (see `_parts`) and stores the new tokens; returns the slots whose requests
+        have ended."""
         any_feeding = self.num_steps < self.feeding_until_step
         if self._graphs is None:
             done = self._draw_next(parts, any_feeding=any_feeding)

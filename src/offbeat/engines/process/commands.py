@@ -168,7 +168,8 @@ def command(
     memory_lock: Path | None = None,
 ) -> list[str]:
     """Returns the command line of the engine's process. `listen` holds the options that say where it listens; with
-    `ipc`, vLLM is started to take weights through GPU memory, and it locks the file `memory_lock` while it starts."""
+    `ipc`, vLLM is started to take weights through GPU memory. On a GPU, vLLM locks the file `memory_lock` (None: no
+    file) while it takes its memory."""
     words = _vllm(config, machine, ipc, memory_lock) if config.rollout.engine == "vllm" else _sglang(config, machine)
     return [machine.python, *words, *config.engine.arguments, *listen]
 

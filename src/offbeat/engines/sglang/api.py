@@ -5,7 +5,7 @@ Log-probs are over the whole vocabulary, even with top-p, top-k or min-p. Severa
 
 - `--enable-deterministic-inference`: without it, seeds have no effect.
 - `--incremental-streaming-output`: without it, each event repeats the whole answer so far.
-- `--skip-tokenizer-init`: turns off text, which is never read here.
+- `--skip-tokenizer-init`: turns off the conversion between text and tokens, which Offbeat does not need.
 - `--disable-overlap-schedule`, for `KvMode.STALE`: without it, a pause leaves one token of each request sampled but not
   yet counted. After a load that token would be attributed to the new weights.
 - `SGLANG_RETURN_ORIGINAL_LOGPROB` must not be set in the environment: with it, log-probs are those before temperature.
@@ -198,7 +198,9 @@ class SglangDialect:
             # Short of max_new_tokens, a limit of the server or an end token of the model does not end the request.
             return Finish.LENGTH if num_tokens >= sampling.max_new_tokens else Finish.ABORT
         # A token outside the vocabulary, caused by NaN, is reported as a stop too.
-        raise EngineError(f"{self.server.url}{GENERATE}: unknown finish reason: {reason.type} {reason.matched!r}")
+        raise EngineError(
+            f"{self.server.url}{GENERATE}: the answer ended for an unknown reason: {reason.type} {reason.matched!r}"
+        )
 
     async def abort(self, ids: Sequence[str]) -> None:
         await asyncio.gather(*(self.server.post("/abort_request", {"rid": _rid(name)}) for name in ids))

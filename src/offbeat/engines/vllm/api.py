@@ -58,7 +58,7 @@ class VllmDialect:
         self._has_extension = False
         """Whether the server was started with `EXTENSION`."""
         self._more: dict[str, Any] = {}
-        """Further sampling parameters, which only newer servers know."""
+        """Further sampling parameters, which only newer servers accept."""
 
     async def probe(self) -> Facts:
         try:

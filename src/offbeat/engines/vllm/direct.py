@@ -35,7 +35,7 @@ class Channel:
     `ServerAway`: a process that has ended does not come back at its socket."""
 
     def __init__(self, url: str):
-        """`url` is that of the process's socket, such as "unix:/tmp/engine"."""
+        """`url` names the Unix socket of the process, such as "unix:/tmp/engine"."""
         self.url = url
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -47,8 +47,8 @@ class Channel:
         self._broken: ServerAway | None = None
 
     async def ask(self, name: str, /, *, within_s: float = CALL_WITHIN_S, **arguments: Any) -> Any:
-        """Makes the process run its function `name` with `arguments`; returns the result. Tokens are asked for by
-        `generate`."""
+        """Makes the process run its function `name` with `arguments`; returns the result. To get tokens, call
+        `generate` instead."""
         number = next(self._numbers)
         answered = self._asked[number] = asyncio.get_running_loop().create_future()
         try:

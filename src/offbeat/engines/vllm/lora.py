@@ -92,7 +92,9 @@ class Adapters:
     def name_for(self, call: Call) -> str:
         """Returns the name of the adapter that samples the call's answer."""
         assert self._served is not None, "a call was sent before the first load"
-        assert self._served.label == call.label, f"a call for {call.label} was sent under {self._served.label}"
+        assert self._served.label == call.label, (
+            f"a call for {call.label} was sent while {self._served.label} is served"
+        )
         return self._served.name
 
     async def _drop(self, adapter: LoadedAdapter | None) -> None:
