@@ -220,7 +220,7 @@ class KeyValueSlots:
             tensor[target, :, :num_tokens] = tensor[source, :, :num_tokens]
 
     def _allocate(self, key: Tensor, value: Tensor, layer_idx: int) -> None:
-        assert layer_idx == len(self.keys), f"layer {layer_idx} came before layer {len(self.keys)}"
+        assert layer_idx == len(self.keys), f"layer {layer_idx} stored keys before layer {len(self.keys)}"
         # Zeros, because masked values are still multiplied by 0, and 0 times infinity or NaN is NaN.
         for made, held in ((key, self.keys), (value, self.values)):
             slots, heads, context, head_dim = self.num_slots, made.shape[1], self.max_context_tokens, made.shape[3]

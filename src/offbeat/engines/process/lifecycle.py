@@ -104,7 +104,7 @@ class ServerEngines:
         server = self._server = self._server or await self._make_server()
         while True:
             self.url, start_s = "", time.monotonic()
-            self.log(f"starting, see {self._log_file}")
+            self.log(f"starting; its output is in {self._log_file}")
             try:
                 await server.start()
             except ServerEnded as error:

@@ -84,14 +84,14 @@ class Adapters:
 
     async def swap(self, version: Version, label: str) -> None:
         """Serves the adapter staged last, under `label`, and drops the one served before."""
-        assert self._staged is not None, f"version {version.number} is loaded without being staged"
+        assert self._staged is not None, f"version {version.number}: call stage before load"
         before, self._served, self._staged = self._served, self._staged, None
         self._served.label = label
         await self._drop(before)
 
     def name_for(self, call: Call) -> str:
         """Returns the name of the adapter that samples the call's answer."""
-        assert self._served is not None, "a call was sent before the first load"
+        assert self._served is not None, "a call was sent before the first load; call load first"
         assert self._served.label == call.label, (
             f"a call for {call.label} was sent while {self._served.label} is served"
         )
