@@ -40,7 +40,7 @@ def worked_answer(prompt: str) -> str:
 
 
 def last_number(text: str) -> str | None:
-    """Returns the number at the end of an answer, which the reward checks; None if the answer ends otherwise."""
+    """Returns the number at the end of an answer, which the reward checks; None if it does not end in a number."""
     match = LAST_NUMBER.search(text)
     return match.group(1) if match else None
 

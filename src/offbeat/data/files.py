@@ -1,8 +1,9 @@
-"""Problems from rows: a JSONL or Parquet file, or a Hugging Face dataset, with a mapping of columns.
+"""Problems from rows: a JSONL or Parquet file, or a Hugging Face dataset, with the names of the columns to use.
 
 - Every row is checked when the source is opened; an error is one line that names the row.
 - A row is held out if the hash of its prompt, as a fraction, is below the share `held_out`. So rows with equal prompts
-  stay together, and adding rows later does not move any other row.
+  stay together, and rows that are added later leave the others where they are. If no hash is below the share, the
+  smallest one is held out.
 - Epochs follow one another. With `shuffle`, each has its own order, which depends only on seed and epoch.
 - The reward gets all columns of the row but the prompt's as `info`. The answer's column is left out too if it is named
   `answer` and holds text (or nothing).

@@ -44,8 +44,8 @@ makes SGLang return log-probs before temperature."""
 
 @dataclass(frozen=True)
 class EngineMachine:
-    """Path of the engine's Python interpreter, the number of GPUs that it sees, and the share of their memory that the
-    server may take."""
+    """Path of the engine's Python interpreter, the number of GPUs that this interpreter sees, and the share of each
+    GPU's memory that the server may take."""
 
     python: str
     num_gpus: int
