@@ -2,8 +2,8 @@
 
 - Every row is checked when the source is opened; an error is one line that names the row.
 - A row is held out if the hash of its prompt, as a fraction, is below the share `held_out`. So rows with equal prompts
-  stay together, and rows that are added later leave the others where they are. If no hash is below the share, the
-  smallest one is held out.
+  stay together, and rows that are added later leave the others where they are. If that holds for no row and the share
+  is above 0, the row with the smallest hash is held out.
 - Epochs follow one another. With `shuffle`, each has its own order, which depends only on seed and epoch.
 - The reward gets all columns of the row but the prompt's as `info`. The answer's column is left out too if it is named
   `answer` and holds text (or nothing).
