@@ -88,7 +88,7 @@ def test_a_model_that_is_not_there_is_told(offbeat):
 @pytest.mark.parametrize(
     "text, told",
     [
-        ("", "task.path = 'data.jsonl': it has no row; every row is a prompt to train on"),
+        ("", "task.path = 'data.jsonl': it has no row; give at least one, with a prompt"),
         ('{"prompt": "1+1="}\n\n{"prompt": "1+', "data.jsonl:3: this line is not JSON: Input data was truncated"),
         (
             '{"prompt": "1+1="}\n{"promt": "2+1="}\n',

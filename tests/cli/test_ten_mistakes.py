@@ -147,5 +147,5 @@ def test_9_an_answer_that_is_compared_with_a_number(user):
 
 def test_10_an_empty_file(user):
     (user.folder / "problems.jsonl").write_text("")
-    told = "task.path = 'problems.jsonl': it has no row; every row is a prompt to train on"
+    told = "task.path = 'problems.jsonl': it has no row; give at least one, with a prompt"
     assert refusal(user) == told

@@ -139,7 +139,9 @@ def test_whole_models_and_adapters_are_not_taken_for_one_another(published, tmp_
 def test_an_adapter_of_another_rank_is_refused(published):
     model = tiny_model()
     attach(model, Lora(rank=2, alpha=4.0))
-    with pytest.raises(EngineError, match=r"version 0: .*lora_A.* has shape \(4, 64\), but the model's has \(2, 64\)"):
+    with pytest.raises(
+        EngineError, match=r"version 0: .*lora_A.* has shape \(4, 64\), but in this worker's model \(2, 64\)"
+    ):
         stage(model, published.write(0), published.base)
 
 

@@ -55,7 +55,7 @@ def test_a_server_is_started_asked_what_it_is_and_ended(tmp_path, capsys):
     (pid,) = processes(tmp_path)
     assert not is_alive(pid)
     starting, up = capsys.readouterr().out.splitlines()
-    assert starting == f"worker w: engine vllm: starting, see {tmp_path / 'engine.log'}"
+    assert starting == f"worker w: engine vllm: starting; its output is in {tmp_path / 'engine.log'}"
     assert up.startswith("worker w: engine unix:/")
 
 

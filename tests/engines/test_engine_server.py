@@ -269,7 +269,7 @@ async def test_a_path_too_long_for_a_socket_is_told_at_once(tmp_path, monkeypatc
     long = tmp_path / ("x" * 90)
     long.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(long))
-    with pytest.raises(UserError, match=r"^TMPDIR = .*: too long for the path of a socket; set a shorter one$"):
+    with pytest.raises(UserError, match=r"^TMPDIR = .*: too long for a socket in it; set it to a shorter path$"):
         await server_in(tmp_path).start()
     assert list(long.iterdir()) == []
 

@@ -40,7 +40,7 @@ def test_float32_is_what_adapters_are_served_in_on_a_cpu():
 def test_adapters_never_go_by_way_of_a_gpus_memory():
     assert uses_ipc(configured(), GPU, sees_gpu=True)
     assert not uses_ipc(configured(model__lora_rank=8), GPU, sees_gpu=True)
-    with pytest.raises(UserError, match=r'engine.weights = "ipc": .* because model.lora_rank = 8'):
+    with pytest.raises(UserError, match=r'engine.weights = "ipc": .* because adapters \(model.lora_rank = 8\)'):
         uses_ipc(configured(model__lora_rank=8, engine__weights="ipc"), GPU, sees_gpu=True)
 
 

@@ -214,7 +214,7 @@ def test_an_aborted_call_has_each_of_its_tokens_once(index, num_tokens):
 def test_events_that_leave_tokens_out_are_refused():
     exchange = recorded("generate")[0]
     del exchange["events"][1]
-    with pytest.raises(EngineError, match="an event takes the answer from 1 to 8 tokens, but has 4 log-probs"):
+    with pytest.raises(EngineError, match="the answer grew from 1 to 8 tokens, but the event has 4 log-probs"):
         generate([exchange])
 
 

@@ -97,7 +97,7 @@ def test_a_server_with_a_gpu_may_split_prompts_and_one_without_may_take_them_who
             server(LABELLED, {"asked": f"POST {GENERATE}", "status": 403, "json": {"error": {"message": "no"}}}),
             "start it with --enable-scale-out",
         ),
-        (server(**ON_CPU), "on a CPU would keep the output layer of old weights.*leave out engine.url"),
+        (server(**ON_CPU), "vLLM on a CPU would keep the old output layer.*leave out engine.url"),
         (server(**SPLITTING), "on a CPU crashes when it splits the prompt.*start it with --no-enable-chunked-prefill"),
         ([{"asked": "GET /version", "json": {"release": "1"}}], "not like vLLM"),
         ([{"asked": "GET /version", "json": ["0.26"]}], "not like vLLM"),

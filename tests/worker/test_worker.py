@@ -106,7 +106,7 @@ def test_a_task_that_does_not_fit_fails_with_the_reason_and_the_worker_goes_on(v
             await desk.until(lambda: 2 in desk.done and desk.failures)
 
     desk = scene(script)
-    assert "make 100005; the engine's context holds 8192 tokens" in desk.failures[1]
+    assert "add up to 100005, but the engine's context holds 8192 tokens" in desk.failures[1]
 
 
 def test_an_engine_that_dies_ends_the_worker_with_that_error(versions):

@@ -40,13 +40,14 @@ def worked_answer(prompt: str) -> str:
 
 
 def last_number(text: str) -> str | None:
-    """Returns the number at the end of an answer, which the reward checks; None if the answer ends otherwise."""
+    """Returns the number at the end of an answer, which the reward checks; None if it does not end in a number."""
     match = LAST_NUMBER.search(text)
     return match.group(1) if match else None
 
 
 class Arithmetic:
-    """Source of sums and multiplications; a problem depends only on the constructor's arguments and its ordinal."""
+    """Source of sums and multiplications; a problem depends only on the constructor's arguments and its ordinal.
+    `tail_median` and `tail_sigma` are parameters of the multiplier's log-normal distribution."""
 
     name = "arithmetic"
     default_reward = "number"

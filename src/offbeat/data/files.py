@@ -1,10 +1,11 @@
-"""Problems from rows: a JSONL or Parquet file, or a Hugging Face dataset, with a mapping of columns.
+"""Problems from rows: a JSONL or Parquet file, or a Hugging Face dataset, with the names of the columns to use.
 
 - Every row is checked when the source is opened; an error is one line that names the row.
 - A row is held out if the hash of its prompt, as a fraction, is below the share `held_out`. So rows with equal prompts
-  stay together, and adding rows later does not move any other row.
+  stay together, and rows that are added later leave the others where they are. If that holds for no row and the share
+  is above 0, the row with the smallest hash is held out.
 - Epochs follow one another. With `shuffle`, each has its own order, which depends only on seed and epoch.
-- The reward gets the row's other columns as `info`. They include the answer's column, unless this column is named
+- The reward gets all columns of the row but the prompt's as `info`. The answer's column is left out too if it is named
   `answer` and holds text (or nothing).
 """
 
@@ -239,7 +240,7 @@ class FileSource:
         self._needed = [self._column] + ([answer] if answer not in (None, DEFAULT_ANSWER) else [])
         hashes = np.array([_hash(self._prompt_of(row, i)) for i, row in enumerate(rows.scan(self._needed))], np.uint64)
         if not len(hashes):
-            raise UserError(f"task.path = {str(rows.path)!r}: it has no row; every row is a prompt to train on")
+            raise UserError(f"task.path = {str(rows.path)!r}: it has no row; give at least one, with a prompt")
         is_held_out = _choose_held_out(hashes, held_out)
         self._num_held_out = int(is_held_out.sum())
         self._train = np.flatnonzero(~is_held_out)

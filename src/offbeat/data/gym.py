@@ -30,7 +30,8 @@ Training loses nothing, because questions are generated on demand."""
 NUM_HELD_OUT_SEEDS = 2**24
 NUM_TRAIN_SEEDS = 2**32 - NUM_HELD_OUT_SEEDS
 STRIDE = 2**26
-"""Number added to the seed for the next attempt if a question must be skipped. No run draws as many problems."""
+"""Number added to the seed for the next attempt if a question must be skipped. No run draws as many problems, so an
+attempt never meets the seed of another problem."""
 MAX_TRIES = 60
 """Attempts to find a question to train on; only a data set with very few different questions needs more."""
 

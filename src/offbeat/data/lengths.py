@@ -18,7 +18,7 @@ from offbeat.data.prompts import SKIP_OR_CUT, Problem, Renderer, too_long
 from offbeat.errors import UserError
 
 MEASURED = 20_000
-"""Number of first rows that are always tokenised, so that the longest prompt of a usual file is known."""
+"""Number of first rows that are always tokenised, so that the longest prompt of a usual file is found."""
 PIECE = 1000
 """Number of prompts that are tokenised together, on all cores."""
 SAMPLE, SAMPLE_S = 64, 3.0
@@ -42,7 +42,8 @@ class PromptLengths:
     first_tokens: int = 0
 
     def line(self, policy: str) -> str:
-        """Describes the prompts. `policy` is `rollout.long_prompts`, which decides what happens to long prompts."""
+        """Returns a line of text about the prompts. `policy` is `rollout.long_prompts`, which decides what happens to
+        long prompts."""
         count = f"a sample of {self.num_prompts:,} prompts" if self.is_sample else f"{self.num_prompts:,} rows"
         text = f"{self.source}: {count}, longest {self.longest:,} tokens"
         if self.num_measured < self.num_prompts:

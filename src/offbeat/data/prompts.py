@@ -287,7 +287,7 @@ def answer_text(value: Any) -> str | None:
 def prompt_messages(value: Any, place: str) -> list[Mapping[str, Any]]:
     """Checks that `value` is a list of chat messages and returns them as JSON types; `place` is for error messages."""
     if not isinstance(value, list) or not value:
-        raise UserError(f"{place} is {value!r:.60}; chat messages are a list of {{role, content}}")
+        raise UserError(f"{place} is {value!r:.60}; give a list of chat messages, {{role, content}}")
     for message in value:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
             raise UserError(f"{place} holds {message!r:.60}; a chat message needs role and content")

@@ -1,4 +1,4 @@
-"""Records rows that were given from Python in a file of JSON lines, from which a task then reads them.
+"""Writes rows that were given from Python to a file of JSON lines, which a task then reads.
 
 So a resumed run or a later evaluation sees the same rows. Rows may come from a list, a Hugging Face dataset, a pandas
 data frame or a generator. They are read once, in order, and are not held in memory together.
@@ -26,7 +26,9 @@ def record(rows: Any, file: Path, task: Mapping[str, Any], label: str) -> dict[s
     if hasattr(rows, "iterrows") and hasattr(rows, "to_dict"):  # a pandas data frame
         rows = rows.to_dict("records")
     if isinstance(rows, Mapping):
-        raise UserError(f"{label}: is a dict of {', '.join(map(str, rows))}; give one split, or a list of rows")
+        raise UserError(
+            f"{label}: is a dict with the keys {', '.join(map(str, rows))}; give one of its splits, or a list"
+        )
     if isinstance(rows, str) or not isinstance(rows, Iterable):
         raise UserError(f"{label}: {rows!r:.60} is {a_kind(rows)}; give a list of dicts or another iterable")
     settings = {**task, "source": "file", "path": str(file)}
@@ -42,13 +44,13 @@ def record(rows: Any, file: Path, task: Mapping[str, Any], label: str) -> dict[s
                 settings |= _messages(row, settings)
             out.write(msgspec.json.encode(_checked(row, settings, f"{label}: row {num_rows}")) + b"\n")
     if not num_rows:
-        raise UserError(f"{label}: has no rows; every row is a prompt to train on")
+        raise UserError(f"{label}: has no rows; give at least one, with a prompt to train on")
     return settings
 
 
 def _messages(row: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the setting `messages`, the prompt's column, if the first row's prompt is a list of messages; else
-    nothing."""
+    """Returns the setting `messages` with the name of the prompt's column if `row`, the first row, has a list as its
+    prompt and `settings` lacks `messages`. Otherwise returns an empty dict."""
     column = settings.get("prompt", "prompt")
     return {"messages": column} if "messages" not in settings and isinstance(row.get(column), list) else {}
 

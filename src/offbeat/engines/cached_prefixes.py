@@ -33,15 +33,16 @@ class CachedPrefix:
     kv_version: int
     """Number of the oldest version of the weights that computed any of the keys and values."""
     kv_lag: int = 0
-    """Versions by which the keys and values may be older than the version served; if 0, the next load drops them."""
+    """Largest number of versions by which the keys and values may be older than the loaded weights; if 0, the next load
+    drops the prefix."""
 
     @property
     def key(self) -> bytes:
         return token_key(self.tokens[: self.num_prompt])
 
     def num_usable(self, request: Request) -> int:
-        """Returns how many cached tokens a request can reuse; 0 if its prompt or tokens differ. The request's last
-        token is never reused: a decode step always feeds it to the model."""
+        """Returns how many cached tokens a request can reuse; 0 if the length of its prompt or any token differs. The
+        request's last token is never reused: a decode step always feeds it to the model."""
         num_tokens = min(len(self.tokens), len(request.tokens) - 1)
         if len(request.tokens) - request.position != self.num_prompt:
             return 0
@@ -49,13 +50,14 @@ class CachedPrefix:
 
 
 class CachedPrefixes:
-    """Index of the prefixes cached in free slots, at most one per slot. The caller moves their keys and values."""
+    """Index of the prefixes cached in free slots, at most one per slot. It holds no keys and values itself; the caller
+    moves those."""
 
     def __init__(self) -> None:
         self._prefixes: dict[int, CachedPrefix] = {}
         """Prefixes by slot, least recently aborted first."""
         self._slots: dict[bytes, set[int]] = {}
-        """Slots by prompt key; few prefixes share a prompt."""
+        """Slots that hold a prefix, by the key of the prefix's prompt; few prefixes share a prompt."""
 
     def __len__(self) -> int:
         return len(self._prefixes)
@@ -99,7 +101,8 @@ class CachedPrefixes:
         slots.add(target)
 
     def load(self, version: int) -> None:
-        """Drops the prefixes whose keys and values lag too far behind `version`, which was just loaded."""
+        """Drops prefixes after the load of `version`. Keeps those whose `kv_lag` is above 0 and whose keys and values
+        are at most `kv_lag` versions older than `version`."""
         for prefix in list(self._prefixes.values()):
             if not (prefix.kv_lag and 0 <= version - prefix.kv_version <= prefix.kv_lag):
                 self.drop(prefix.slot)

@@ -20,7 +20,8 @@ from offbeat.weights.version import Version
 
 T = TypeVar("T")
 STREAM_TOKENS = 32
-"""Tokens per streamed event. With fewer, events take the server longer than sampling; with more, tokens come late."""
+"""Tokens per streamed event. With fewer, the server spends more time on events than on sampling; with more, tokens
+arrive late."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class Facts:
 
 @dataclass(frozen=True)
 class Call:
-    """One call that generates tokens; a request that continues after a load of weights makes another call."""
+    """Arguments of one call that generates tokens. A request that a load of weights interrupts is continued by a new
+    call."""
 
     id: str
     """Id of the call, unique on this server."""
@@ -119,7 +121,8 @@ class Dialect(Protocol):
 
     async def label(self) -> str:
         """Returns the label of the server's weights. If the server stores no label, returns a text that changes when
-        the server restarts; it may be constant if a restart breaks the connection."""
+        the server restarts. The text may be constant if a restart is noticed anyway, because it breaks the
+        connection."""
         ...
 
     async def check(self) -> None:

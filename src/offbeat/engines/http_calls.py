@@ -21,7 +21,8 @@ MAX_LINE_BYTES = 64 * 2**20
 UNIX = "unix:"
 """Prefix of the URL of a server at a Unix socket; the socket's path follows."""
 KEEPALIVE_S = 4.0
-"""Seconds to keep an idle connection: fewer than most servers do, so that no call uses one that is being closed."""
+"""Seconds to keep an idle connection: fewer than most servers keep it, so that no call uses a connection that the
+server is closing."""
 MAX_QUOTED = 300
 NO_LISTENER = (ConnectionRefusedError, FileNotFoundError)
 """Errors raised when nothing listens at the port, and when the socket file is missing."""
@@ -30,7 +31,7 @@ NOT_JSON = (ValueError, RecursionError)
 
 
 class ServerAway(EngineError):
-    """The server gave no answer: it cannot be reached, broke off, or took too long."""
+    """The server gave no answer: it cannot be reached, the connection broke, or it took too long."""
 
     def __init__(self, message: str, *, is_refused: bool = False, is_cut: bool = False):
         super().__init__(message)

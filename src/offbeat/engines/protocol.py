@@ -74,7 +74,8 @@ class Request:
     """Response position of the first token to sample; `sampling.max_new_tokens` counts from here."""
     kv: KvMode = KvMode.SAME
     kv_lag: int = 0
-    """With `KvMode.STALE`: versions by which kept keys and values may be older than the version served."""
+    """With `KvMode.STALE`: largest number of versions by which reused keys and values may be older than the loaded
+    weights."""
 
     @property
     def engine_seed(self) -> int:
@@ -168,15 +169,19 @@ def problem_of(request: Request, version: int | None, capabilities: Capabilities
     if version is None:
         return "no version is loaded yet; call load first"
     if not 0 <= request.position < num_tokens:
-        return f"its prompt is empty: {request.position} of its {num_tokens} tokens belong to the response"
+        return (
+            f"position = {request.position}: must be at least 0 and less than the number of tokens, {num_tokens}, so "
+            "that the request has a prompt"
+        )
     if sampling.max_new_tokens < 1:
         return f"max_new_tokens = {sampling.max_new_tokens}: allowed 1 or more"
     if num_tokens + sampling.max_new_tokens > max_context_tokens:
         return (
-            f"{num_tokens} tokens and max_new_tokens = {sampling.max_new_tokens} make "
-            f"{num_tokens + sampling.max_new_tokens}; the engine's context holds {max_context_tokens} tokens"
+            f"its {num_tokens} tokens and max_new_tokens = {sampling.max_new_tokens} add up to "
+            f"{num_tokens + sampling.max_new_tokens}, but the engine's context holds {max_context_tokens} tokens; "
+            "shorten the prompt or lower max_new_tokens"
         )
     if request.kv not in capabilities.kv_modes:
         allowed = ", ".join(sorted(capabilities.kv_modes))
-        return f"kv = {request.kv.value}: the engine ({capabilities.fingerprint}) supports {allowed}"
+        return f"kv = {request.kv.value}: the engine ({capabilities.fingerprint}) supports only {allowed}"
     return None

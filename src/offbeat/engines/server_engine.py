@@ -2,9 +2,9 @@
 
 Answers are streamed, which spreads the cost of reading them over time. Weights change only while the server is paused,
 and every pause is followed by a resume, even after an error. An engine is dead once its server cannot be reached, sends
-no token for long, has restarted or fails during a load. It is also dead if the server has other weights than the engine
-loaded last. Then every call, including those already waiting, raises `EngineDied` with the server's name. A dead engine
-stays dead; a new one must begin with a load.
+no token for long, has restarted or fails during a load. It is also dead if the server has other weights than those that
+the engine loaded last. Then every call, including those already waiting, raises `EngineDied` with the server's name. A
+dead engine stays dead; a new one must begin with a load.
 """
 
 from __future__ import annotations
@@ -377,7 +377,7 @@ class ActiveRequest:
     fingerprint: str
     segments: list[Segment] = field(default_factory=list)
     is_aborted: bool = False
-    """Whether the caller aborted the request and gets the tokens so far."""
+    """Whether the caller aborted the request, which then ends with the tokens so far."""
     is_moving: bool = False
     """Whether the current call is aborted because of a load; a new call continues the request after the load."""
     num_calls: int = 0
@@ -388,7 +388,8 @@ class ActiveRequest:
     _loaded: list[LoadedVersion] = field(default_factory=list)
     """Weights that the server had during the current call, in order."""
     _kv: list[int] = field(default_factory=list)
-    """For each entry of `_loaded`: the oldest version that computed any keys and values that the call then used."""
+    """For each entry of `_loaded`: the oldest version that computed any keys and values that the call used with these
+    weights."""
 
     @property
     def _label(self) -> str:
@@ -401,13 +402,13 @@ class ActiveRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens kept from calls that have ended; those of the current call are not counted."""
+        """Number of tokens from calls that have ended, without those of the current call."""
         return sum(len(segment.tokens) for segment in self.segments)
 
     @property
     def over(self) -> Finish | None:
-        """Finish reason if the kept tokens complete the request; None if tokens are still missing. Even a call that was
-        aborted or broken off may have sent the last token."""
+        """Finish reason if the tokens from ended calls complete the request; None if it needs more tokens. Even a call
+        that was aborted or broken off may have sent the last token."""
         sampling = self.request.sampling
         if self.segments and self.segments[-1].tokens[-1] in sampling.stop_token_ids:
             return Finish.STOP
@@ -415,7 +416,8 @@ class ActiveRequest:
 
     @property
     def rest(self) -> Request:
-        """Request to send next: its input includes the tokens kept from ended calls, and it asks only for the rest."""
+        """Request to send next: its input includes the tokens from ended calls, and it asks only for those still
+        missing."""
         if not self.num_tokens:
             return self.request
         request, sampled = self.request, np.concatenate([segment.tokens for segment in self.segments])

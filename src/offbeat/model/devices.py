@@ -97,7 +97,8 @@ def avoid_fragments(device: torch.device) -> None:
 
 
 def limit_memory(device: torch.device, num_bytes: int) -> None:
-    """Limits the memory of a GPU that this process takes for tensors. At the limit torch first frees its cache."""
+    """Limits the GPU memory that this process takes for tensors to `num_bytes`. At the limit torch first frees its
+    cache. Does nothing for devices other than CUDA."""
     if device.type == "cuda":
         share = num_bytes / torch.cuda.mem_get_info(device)[1]
         torch.cuda.set_per_process_memory_fraction(min(max(share, 0.0), 1.0), device)

@@ -75,7 +75,8 @@ def is_hub_name(path: str | Path) -> bool:
 
 
 def load_model(path: str | Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Loads a model, complete and without dropout. It keeps no KV cache unless a call passes `use_cache=True`."""
+    """Loads a model and turns its dropout off; refuses a model with missing weights. The model keeps no KV cache unless
+    a call passes `use_cache=True`."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 

@@ -177,7 +177,7 @@ def merge(model: PreTrainedModel, adapter: Mapping[str, Tensor], config: Mapping
         if change.shape != weight.shape:
             raise OffbeatError(
                 f"adapter {name} is for a weight of shape {tuple(change.shape)}, but the model's has shape "
-                f"{tuple(weight.shape)}"
+                f"{tuple(weight.shape)}; give the model that the adapter was trained on"
             )
         weight.copy_(weight.float() + change.to(weight.device))
 

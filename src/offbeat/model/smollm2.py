@@ -34,7 +34,8 @@ TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""Parts of tensor names in llama.cpp, with their counterparts in transformers. There names also begin with `model.`."""
+"""Parts of tensor names in llama.cpp, with their counterparts in transformers. In transformers, names also begin with
+`model.`."""
 CONTROL_TOKEN = 3
 """Token type of special tokens in a GGUF file."""
 

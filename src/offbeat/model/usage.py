@@ -1,13 +1,13 @@
 """Decides whether Offbeat's own attention, over packed rows (trainer) and KV slots (engine), can replace a model's.
 
 It can if tokens influence each other through attention alone, and if attention needs no option that the replacement
-lacks. Names and flags do not tell this, so the model is probed by a forward pass. In this pass, attention is a function
-that records its arguments and returns 0. The input is two rows that end in the same token. If logits or attention's
-inputs at this token differ between the rows, earlier tokens have influenced it without attention.
+lacks. A model's name and flags do not show this, so the model is probed by a forward pass. In this pass, attention is a
+function that records its arguments and returns 0. The input is two rows that end in the same token. If logits or
+attention's inputs at this token differ between the rows, earlier tokens have influenced it without attention.
 
-Other models run with their own attention and without a KV cache, one sample per row. Rows are padded on the right,
-where a causal model does not see the padding. At their start, trainer and engine also compare log-probs with the
-model's own (`distance`), in case the probe missed something.
+Models whose attention cannot be replaced run with their own and without a KV cache, one sample per row. Rows are padded
+on the right, where a causal model does not see the padding. At their start, trainer and engine also compare log-probs
+with the model's own (`distance`), in case the probe missed something.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ def short_context(mask: Tensor | None) -> Iterator[None]:
 
 
 def use_slot_attention(model: PreTrainedModel) -> Usage:
-    """Replaces a model's attention with `slot_attention` if the model supports KV slots; returns the model's `Usage`,
-    which says so."""
+    """Replaces a model's attention with `slot_attention` if the model supports KV slots (`Usage.has_slots`); returns
+    the model's `Usage`."""
     found = usage(model)
     if found.has_slots:
         AttentionInterface.register(NAME, slot_attention)
@@ -137,8 +137,8 @@ def _decode(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scor
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: _Scoring) -> Tensor:
-    """Computes attention by matrix products. `query` is scaled, of shape (rows, KV heads, heads per KV head, ..., head
-    dim)."""
+    """Computes attention by matrix products. `query` is already multiplied by the scale and has the shape (rows, KV
+    heads, heads per KV head, ..., head dim)."""
     scores = torch.matmul(query, key.transpose(-2, -1))
     if scoring.softcap is not None:
         scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
@@ -220,7 +220,7 @@ class KeyValueSlots:
             tensor[target, :, :num_tokens] = tensor[source, :, :num_tokens]
 
     def _allocate(self, key: Tensor, value: Tensor, layer_idx: int) -> None:
-        assert layer_idx == len(self.keys), f"layer {layer_idx} came before layer {len(self.keys)}"
+        assert layer_idx == len(self.keys), f"layer {layer_idx} stored keys before layer {len(self.keys)}"
         # Zeros, because masked values are still multiplied by 0, and 0 times infinity or NaN is NaN.
         for made, held in ((key, self.keys), (value, self.values)):
             slots, heads, context, head_dim = self.num_slots, made.shape[1], self.max_context_tokens, made.shape[3]
@@ -246,8 +246,8 @@ def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 MIN_SAVED_TOKENS = 4096
-"""Reading rows in two parts must save at least this many tokens, because a second part takes extra kernels in every
-layer."""
+"""Smallest number of tokens that a decode step must save to read its rows in two parts instead of one; a second part
+takes extra kernels in every layer."""
 
 
 def num_long_rows(lengths: Sequence[int]) -> int:

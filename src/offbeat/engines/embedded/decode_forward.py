@@ -39,14 +39,15 @@ _recording = threading.Lock()
 
 
 class DecodeForward:
-    """Runs a decode step of the first KV slots; if `num_parts` is 2, the last rows read a shorter context."""
+    """Runs a decode step of the first KV slots. If `num_parts` is 2, the last rows read a shorter context than the
+    others."""
 
     def __init__(self, model: PreTrainedModel, num_parts: int = 1):
         self.model, self.num_parts = model, num_parts
 
     def __call__(self, tokens: Tensor, positions: Tensor, mask: Tensor, *rest: Tensor) -> Tensor:
-        """Returns the logits of each row's next token. The length of `mask` is the number of context tokens to read.
-        `rest` is the shorter mask (only with two parts), then all layers' keys, then all layers' values."""
+        """Returns the logits of each row's next token. The last dimension of `mask` is the number of context tokens to
+        read. `rest` is the shorter mask (only with two parts), then all layers' keys, then all layers' values."""
         short, held = (None, rest) if self.num_parts == 1 else (rest[0], rest[1:])
         num_layers, (num_slots, _, context, _) = len(held) // 2, held[0].shape
         slots = KeyValueSlots(num_slots, context, keys=held[:num_layers], values=held[num_layers:])
@@ -100,7 +101,11 @@ def recorded(forward: DecodeForward, inputs: Sequence[tuple[Tensor, ...]]) -> Fo
             return forward
     frozen = [warning for warning in caught if _freezes_a_branch(warning)]
     if frozen or not agrees:
-        why = f"{frozen[0].filename}:{frozen[0].lineno}: {frozen[0].message}" if frozen else "the recording differs"
+        why = (
+            f"{frozen[0].filename}:{frozen[0].lineno}: {frozen[0].message}"
+            if frozen
+            else "a recording gives other logits"
+        )
         _warn(why)
         return forward
     return replay
@@ -116,9 +121,9 @@ def _warn(why: str) -> None:
 
 
 def recorded_in_parts(model: PreTrainedModel, inputs: Sequence[tuple[Tensor, ...]]) -> Forward:
-    """Returns a recording of a decode step whose last rows read a shorter context. Traces it with the entries of
-    `inputs` that have several rows; there, the last row reads half the context. Returns the step itself, unrecorded, if
-    none of `inputs` has several rows or if recording fails."""
+    """Returns a recording of a decode step whose last rows read a shorter context. Only the entries of `inputs` with
+    several rows are used for it; in them, the last row reads half the context. If there is no such entry, or recording
+    fails, returns the step itself, unrecorded."""
     forward = DecodeForward(model, num_parts=2)
     # Recording writes keys and values, so it gets copies of the slots.
     halved = [
@@ -189,8 +194,9 @@ MIN_ELEMENTS = 1 << 16
 def product(
     values: Tensor, weight: Tensor, bias: Tensor | None, min_rows: int = MIN_ROWS, max_rows: int = MAX_ROWS
 ) -> Tensor:
-    """Returns `F.linear(values, weight, bias)`. Computes `weight @ values.T` for it if `values` has the shape of a
-    decode step, (rows, 1, features), and `min_rows` to `max_rows` rows."""
+    """Returns `F.linear(values, weight, bias)`. It is computed as `weight @ values.T`, which is then transposed, if
+    `values` has the shape of a decode step, (rows, 1, features), and `min_rows` to `max_rows` rows. Otherwise it is
+    computed in the usual order."""
     if values.dim() != 3 or values.size(1) != 1 or values.size(0) < min_rows or values.size(0) > max_rows:
         return F.linear(values, weight, bias)
     found = torch.mm(weight, values.squeeze(1).t()).t().contiguous()

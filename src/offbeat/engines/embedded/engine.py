@@ -148,7 +148,9 @@ class EmbeddedEngine:
             self._wake.notify()
         await asyncio.to_thread(self._thread.join, CLOSE_WITHIN_S)
         if self._thread.is_alive():
-            raise EngineError(f"engine {self.worker}: its thread is still busy {CLOSE_WITHIN_S:.0f} s after close")
+            raise EngineError(
+                f"engine {self.worker}: its thread has not ended {CLOSE_WITHIN_S:.0f} s after close; end this process"
+            )
 
     async def _do(self, action: Callable[[], None]) -> None:
         """Runs an action in the engine's thread, between two decode steps, and waits until it is done."""

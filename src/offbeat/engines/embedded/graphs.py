@@ -27,7 +27,8 @@ class Graphs(Protocol):
 
 
 class CudaGraphs:
-    """Runs work of a new key as it is, records it at its second run, and replays it from then on.
+    """Runs the work of a key directly the first time, records it the second time, and replays the recording from then
+    on.
 
     Most keys of a run come once, while requests start or end, so recording them would not pay. Runs on the calling
     thread's current stream, which must not be the default stream, because that cannot be recorded.

@@ -74,7 +74,7 @@ the number of rows and threads."""
 
 @dataclass(frozen=True)
 class Wanted:
-    """A slot, and the tokens whose keys and values it must hold from its start on."""
+    """A slot to fill, and the tokens whose keys and values must be at the start of the slot."""
 
     slot: int
     tokens: np.ndarray

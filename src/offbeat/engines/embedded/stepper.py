@@ -6,8 +6,9 @@ request only when it starts or ends and when weights change.
 - Without `exact`, the live slots, which hold running requests, come first, so that a step computes no other rows. On a
   CPU, rows that are much longer come first among the live ones, so that only these read a long context
   (`attention.num_long_rows`).
-- All known tokens of a request but the last are prefilled; the first decode step feeds the last one. A request that is
-  resumed before its old slot is overwritten continues from the keys and values there (`cached_prefixes`).
+- A prefill computes all tokens that a request brings (prompt and response so far) but the last one, which the first
+  decode step feeds. A request that is resumed before its old slot is overwritten continues from the keys and values
+  there (`cached_prefixes`).
 - With `exact` and a fixed number of threads and slots, a token depends on weights, prompt and seed alone, to the bit.
   For that, every step runs all slots, and prompts are prefilled one at a time. The response of a resumed request is fed
   token by token, in the same shapes in which it was sampled.
@@ -51,11 +52,13 @@ from offbeat.model.loading import context_window
 from offbeat.trajectory import Sampling, Segment
 
 READ_BUCKET_TOKENS = 16
-"""Multiple to which the number of context tokens read is rounded up; keeps vector registers full and shapes stable."""
+"""Multiple to which a step rounds up the number of context tokens that it reads; keeps vector registers full and shapes
+stable."""
 SMALL_STEP_FLOPS = 1e9
-"""Number of operations below which a forward pass runs on one thread (without `exact`); more threads would wait."""
+"""Number of operations below which a forward pass runs on one thread (without `exact`), because more threads would
+mostly wait."""
 ADMIT_EVERY_STEPS, ADMIT_SHARE = 8, 1 / 16
-"""With graphs, waiting requests start once `ADMIT_SHARE` of the slots are free, or `ADMIT_EVERY_STEPS` steps after
+"""With CUDA graphs, waiting requests start once `ADMIT_SHARE` of the slots are free, or `ADMIT_EVERY_STEPS` steps after
 requests last started. On a GPU, starting one request takes as long as starting many, several times as long as a
 step."""
 
@@ -81,7 +84,7 @@ class Stepper:
         if max_context_tokens > longest:
             raise UserError(
                 f"embedded engine: max_context_tokens = {max_context_tokens}, but {usage.kind_of(model)} takes "
-                f"at most {longest}; lower rollout.max_prompt_tokens or rollout.max_new_tokens"
+                f"at most {longest} tokens; lower rollout.max_prompt_tokens or rollout.max_new_tokens"
             )
         self.usage = use_slot_attention(model)
         self.model, self.num_slots, self.max_context_tokens, self.exact = model, num_slots, max_context_tokens, exact
@@ -107,7 +110,8 @@ class Stepper:
         self._admitted_at = 0
         """Number of the step at which requests last started."""
         self._forward_in_parts: Forward | None = None
-        """Forward pass in two parts; None until first used, because most runs never need it."""
+        """Forward pass for steps of two parts (see `_parts`); None until first used, because most runs never need
+        it."""
         self.num_long = num_slots
         """The first `num_long` slots read as much context as the longest row needs; the others read less."""
         self._has_started = False
@@ -189,7 +193,8 @@ class Stepper:
         return [(self.num_long, long), (num_rows - self.num_long, short)]
 
     def _decode(self, parts: Sequence[tuple[int, int]]) -> list[int]:
-        """Runs one decode step over `parts` (see `_parts`) and stores the new tokens; returns slots that are done."""
+        """Runs one decode step over `parts` (see `_parts`) and stores the new tokens; returns the slots whose requests
+        have ended."""
         any_feeding = self.num_steps < self.feeding_until_step
         if self._graphs is None:
             done = self._draw_next(parts, any_feeding=any_feeding)
@@ -233,9 +238,9 @@ class Stepper:
         return DecodeForward(self.model)
 
     def _check(self) -> None:
-        """Raises a `UserError` if this engine's logits differ from those of the model's own code. Tries one row of a
-        few tokens and, with more than one slot, rows of one token beside it. There are `MIN_ROWS` rows in all if there
-        are as many slots, so that `decode_forward.product` is tested too."""
+        """Raises a `UserError` if this engine's logits differ from those of the model's own code. Runs a step of
+        `MIN_ROWS` rows, or of fewer if there are fewer slots: one row of several tokens, the others of one token. So
+        many rows are needed to test `decode_forward.product` too."""
         tokens = np.array(usage.probe_tokens(self.model, 7))
         own_prompts = [tokens[:6][: self.max_context_tokens - 1], tokens[6:]][: self.num_slots]
         prompts = [own_prompts[0], *[own_prompts[-1]] * (min(self.num_slots, MIN_ROWS) - 1)]
@@ -434,7 +439,8 @@ class Stepper:
         self.any_stops = any(way.stop_token_ids for way in ways)
         short = [running.step_offset for slot, running in self.running.items() if slot >= self.num_long]
         self.largest_offsets = max((running.step_offset for running in live), default=0), max(short, default=0)
-        """Largest `step_offset` among all live slots, and among the slots from `num_long` on."""
+        """Largest `step_offset` among all live slots, and among the live slots from number `num_long` on (the short
+        rows)."""
         self.feeding_until_step = max((r.num_known - 1 - r.step_offset for r in live), default=0)
 
     def _refill(self, slots: Sequence[int]) -> None:
@@ -463,7 +469,7 @@ class SlotState:
 
     request: Request
     num_known: int
-    """Number of tokens, prompt included, that were known when the slot was last filled."""
+    """Number of tokens, prompt included, that existed when the slot was last filled; later ones are sampled."""
     step_offset: int
     """Index of the token that a step feeds, minus the number of the step: constant, because both grow by 1 per step."""
     open_start: int
@@ -507,7 +513,8 @@ class SlotState:
 
 POSITION, LIMIT, PROMPT, KNOWN, ALIVE, KEY, TOP_K = range(7)
 """Columns of `SlotRows.ints`: index of the token that the next step feeds, number of tokens at which the request ends,
-prompt length, number of known tokens. Then: 1 for a live row and 0 for a dead one, noise key, top-k."""
+prompt length, number of tokens that exist already and are not sampled. Then: 1 for a live row and 0 for a dead one,
+noise key, top-k."""
 TEMPERATURE, TOP_P, MIN_P = range(3)
 """Columns of `SlotRows.floats`."""
 NEVER = 2**62
@@ -566,7 +573,8 @@ class SlotRows:
         self._show(rows, positions)
 
     def restart(self, slots: Sequence[int], positions: Sequence[int], known: Sequence[int]) -> None:
-        """Sets live rows back to `positions`, to feed their tokens again from there; keeps the first `known` tokens."""
+        """Sets live rows back to `positions`, to feed their tokens again from there. The first `known[i]` tokens of the
+        row of `slots[i]` are not sampled again."""
         rows = self.index(slots)
         self.ints[rows, POSITION] = self.index(positions)
         self.ints[rows, KNOWN] = self.index(known)
@@ -611,7 +619,7 @@ class SlotRows:
         self, drawn: torch.Tensor, logprobs: torch.Tensor, *, any_stops: bool, any_feeding: bool
     ) -> torch.Tensor:
         """Stores each row's drawn token and log-prob and moves live rows on by one; returns a mask of the rows that are
-        done. A row whose next token is already known, as in a resumed request, keeps that token instead. `any_feeding`
+        done. A row whose next token exists already, as in a resumed request, keeps that token instead. `any_feeding`
         must be True if there are such rows, `any_stops` if any row has stop tokens."""
         num_rows = drawn.shape[0]
         ints = self.ints[:num_rows]

@@ -4,8 +4,8 @@
 the model's own tensors; generation stops only for that. Every name, shape and dtype is checked before the first byte is
 written. For tied tensors, which share memory, one name in the files is enough.
 
-A version that is an adapter replaces the model's adapter. If the adapter belongs to another base than the model's, the
-version must include that base, which then replaces the model's. A version that lacks it is refused.
+A version that is an adapter replaces the model's adapter. If that adapter was trained on other base weights than the
+model has, the version must include those weights, which then replace the model's. Otherwise the version is refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Staged:
     """A version's tensors, ready to be copied over the model's own."""
 
     base: str | None
-    """Digest of the adapter's base; None if the version is not an adapter."""
+    """Digest of the weights that the version's adapter belongs to; None if the version is not an adapter."""
     pairs: list[tuple[Tensor, Tensor]]
     """The model's own tensors, each with its replacement."""
 
@@ -115,8 +115,8 @@ def _check_names(version: Version, state: Mapping[str, Tensor], found: dict[str,
     unknown = sorted(set(found) - set(state))
     if unknown:
         raise EngineError(
-            f"version {version.number}: the model has no tensor {unknown[0]} (such tensors: {len(unknown)}); give this "
-            "worker the model settings of the run"
+            f"version {version.number}: {folder} has the tensor {unknown[0]}, which this worker's model lacks (unknown "
+            f"tensors: {len(unknown)}); give this worker the model settings of the run"
         )
     covered = {_memory(state[name]) for name in found}
     missing = sorted(name for name, tensor in state.items() if _memory(tensor) not in covered)
@@ -131,8 +131,8 @@ def _check_tensor(version: Version, name: str, tensor: Tensor, stored: Any) -> N
     shape, dtype = tuple(stored.get_shape()), DTYPES.get(stored.get_dtype())
     if shape != tuple(tensor.shape):
         raise EngineError(
-            f"version {version.number}: {name} has shape {shape}, but the model's has {tuple(tensor.shape)}; give this "
-            "worker the model settings of the run"
+            f"version {version.number}: {name} has shape {shape}, but in this worker's model {tuple(tensor.shape)}; "
+            "give this worker the model settings of the run"
         )
     if dtype is None or torch.promote_types(dtype, tensor.dtype) != tensor.dtype:
         raise EngineError(

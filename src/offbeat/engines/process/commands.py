@@ -1,4 +1,5 @@
-"""Command line and environment of an engine's server, from the configuration and a probe of its interpreter."""
+"""Builds the command line and environment of an engine's server from the configuration and a probe of the engine's
+Python."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ makes SGLang return log-probs before temperature."""
 
 @dataclass(frozen=True)
 class EngineMachine:
-    """Path of the engine's Python interpreter, the number of GPUs that it sees, and the share of their memory that the
-    server may take."""
+    """Path of the engine's Python interpreter, the number of GPUs that this interpreter sees, and the share of each
+    GPU's memory that the server may take."""
 
     python: str
     num_gpus: int
@@ -59,9 +60,10 @@ async def probe_interpreter(
     share_of: Callable[[int], float] | None = None,
 ) -> EngineMachine:
     """Runs the engine's interpreter, with the variables in `environment`, to count the GPUs that it sees. Raises a
-    `UserError` if it cannot run or lacks the engine's package. Without `counts_gpus`, reports 0 GPUs and saves the
-    import of torch. `share_of` takes the bytes of a GPU's memory and returns the share of it that the server may take.
-    If `share_of` is None, engine.memory_share decides, on the assumption that nothing else uses the GPU."""
+    `UserError` if it cannot run or lacks the engine's package. Without `counts_gpus`, reports 0 GPUs and does not
+    import torch, which takes long. `share_of` takes the bytes of a GPU's memory and returns the share of it that the
+    server may take. If `share_of` is None, engine.memory_share decides, on the assumption that nothing else uses the
+    GPU."""
     engine, python = config.rollout.engine, sys.executable
     if config.engine.python:
         python = str(Path(config.engine.python).expanduser())
@@ -74,7 +76,7 @@ async def probe_interpreter(
             stderr=asyncio.subprocess.PIPE,
         )
     except OSError as error:
-        raise UserError(f'engine.python = "{python}": {error.strerror}; name the Python that has {engine}') from error
+        raise UserError(f'engine.python = "{python}": {error.strerror}; name a Python that has {engine}') from error
     try:
         printed, errors = await asyncio.wait_for(process.communicate(), PROBE_WITHIN_S)
     except TimeoutError as error:
@@ -87,7 +89,7 @@ async def probe_interpreter(
             process.kill()
     if process.returncode:
         last = (errors.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
-        raise UserError(f'engine.python = "{python}": this Python cannot run the engine: {last}')
+        raise UserError(f'engine.python = "{python}": looking for {engine} in this Python failed: {last}')
     found = json.loads(printed)
     if not found["has"]:
         raise UserError(
@@ -146,14 +148,14 @@ def uses_ipc(config: Config, machine: EngineMachine, *, sees_gpu: bool) -> bool:
     demands it (engine.weights = "ipc") where it is impossible. `sees_gpu` says whether this process can use a GPU."""
     wanted = config.engine.weights
     why = {
-        f'rollout.engine = "{config.rollout.engine}" takes files': config.rollout.engine != "vllm",
-        f"model.lora_rank = {config.model.lora_rank}": config.model.lora_rank > 0,  # adapters are read from files
-        "there is no GPU": not machine.num_gpus or not sees_gpu,
-        f"engine.tensor_parallel = {config.engine.tensor_parallel}": config.engine.tensor_parallel > 1,
+        f'rollout.engine = "{config.rollout.engine}" reads weights from files': config.rollout.engine != "vllm",
+        f"adapters (model.lora_rank = {config.model.lora_rank}) are read from files": config.model.lora_rank > 0,
+        "worker and engine do not both see a GPU": not machine.num_gpus or not sees_gpu,
+        f"engine.tensor_parallel = {config.engine.tensor_parallel} is above 1": config.engine.tensor_parallel > 1,
     }
     obstacle = next((reason for reason, holds in why.items() if holds), None)
     if wanted == "ipc" and obstacle:
-        raise UserError(f'engine.weights = "ipc": not possible here, because {obstacle}; use "auto" or "path"')
+        raise UserError(f'engine.weights = "ipc": not possible here, because {obstacle}; set it to "auto" or "path"')
     return wanted != "path" and obstacle is None
 
 
@@ -166,7 +168,8 @@ def command(
     memory_lock: Path | None = None,
 ) -> list[str]:
     """Returns the command line of the engine's process. `listen` holds the options that say where it listens; with
-    `ipc`, vLLM is started to take weights through GPU memory, and it locks the file `memory_lock` while it starts."""
+    `ipc`, vLLM is started to take weights through GPU memory. On a GPU, vLLM locks the file `memory_lock` (None: no
+    file) while it takes its memory."""
     words = _vllm(config, machine, ipc, memory_lock) if config.rollout.engine == "vllm" else _sglang(config, machine)
     return [machine.python, *words, *config.engine.arguments, *listen]
 

@@ -49,7 +49,8 @@ class Endpoint:
         return {KEY: self.key, NAME: self.name} if self.key else {}
 
     async def answers(self) -> bool:
-        """Whether the server that answers is the one we started; raises an `EngineError` if it is not up yet."""
+        """Whether the server that answers at `url` is the one we started; raises an `EngineError` if none answers
+        yet."""
         server = Server(self.url, api_key=self.key)
         try:
             await server.text(HEALTH, within_s=CHECK_WITHIN_S)
@@ -92,7 +93,7 @@ def new_socket() -> str:
     path = str(Path(folder) / SOCKET)
     if len(path.encode()) > MAX_SOCKET_PATH_BYTES:
         Path(folder).rmdir()
-        raise UserError(f"TMPDIR = {tempfile.gettempdir()}: too long for the path of a socket; set a shorter one")
+        raise UserError(f"TMPDIR = {tempfile.gettempdir()}: too long for a socket in it; set it to a shorter path")
     return path
 
 

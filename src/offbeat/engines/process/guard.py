@@ -64,7 +64,8 @@ def _guard(lock: str, command: list[str]) -> int:
 
 
 def _has_lock(held: BinaryIO) -> bool:
-    """Waits for the lock, held until the worker's previous server is gone; returns False if the worker ends first."""
+    """Waits for the lock, which the guard of the worker's previous server holds until that server is gone. Returns
+    False if the worker ends, or stops this server, first."""
     while True:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -104,7 +104,7 @@ class ServerEngines:
         server = self._server = self._server or await self._make_server()
         while True:
             self.url, start_s = "", time.monotonic()
-            self.log(f"starting, see {self._log_file}")
+            self.log(f"starting; its output is in {self._log_file}")
             try:
                 await server.start()
             except ServerEnded as error:
@@ -214,7 +214,9 @@ class ServerEngines:
         if kv not in can:
             await engine.close()
             allowed = ", ".join(f'"{mode}"' for mode in sorted(can))
-            raise UserError(f'rollout.kv = "{kv}": {engine.capabilities.fingerprint} supports only {allowed}')
+            raise UserError(
+                f'rollout.kv = "{kv}": {engine.capabilities.fingerprint} supports only {allowed}; choose one of them'
+            )
 
 
 def _sees_gpu() -> bool:

@@ -5,7 +5,7 @@ Log-probs are over the whole vocabulary, even with top-p, top-k or min-p. Severa
 
 - `--enable-deterministic-inference`: without it, seeds have no effect.
 - `--incremental-streaming-output`: without it, each event repeats the whole answer so far.
-- `--skip-tokenizer-init`: turns off text, which is never read here.
+- `--skip-tokenizer-init`: turns off the conversion between text and tokens, which Offbeat does not need.
 - `--disable-overlap-schedule`, for `KvMode.STALE`: without it, a pause leaves one token of each request sampled but not
   yet counted. After a load that token would be attributed to the new weights.
 - `SGLANG_RETURN_ORIGINAL_LOGPROB` must not be set in the environment: with it, log-probs are those before temperature.
@@ -42,8 +42,8 @@ INFO_WITHIN_S = 120.0
 FLUSH_WITHIN_S = 10.0
 FLUSH_AGAIN_S = 0.1
 COOL = 0.5
-"""Temperature of the second of two test calls; the first has 1. If the server's log-probs are those after temperature,
-the log-probs of two tokens differ twice as much at 0.5 as at 1."""
+"""Temperature of the second of two test calls; that of the first is 1. If the server's log-probs are those after
+temperature, the log-probs of two tokens differ twice as much at 0.5 as at 1."""
 NUM_COMPARED = 8
 MIN_SPREAD = 1e-2
 """Spread (largest minus smallest) below which log-probs differ only by rounding, so that comparing them at two
@@ -168,8 +168,8 @@ class SglangDialect:
             num_new = meta.completion_tokens - num_before
             if not 0 <= num_new <= len(sampled):
                 raise EngineError(
-                    f"{self.server.url}{GENERATE}: an event takes the answer from {num_before} to "
-                    f"{meta.completion_tokens} tokens, but has {len(sampled)} log-probs"
+                    f"{self.server.url}{GENERATE}: an event says that the answer grew from {num_before} to "
+                    f"{meta.completion_tokens} tokens, but the event has {len(sampled)} log-probs"
                 )
             sampled = sampled[len(sampled) - num_new :]
         else:
@@ -188,14 +188,19 @@ class SglangDialect:
         if reason.type == "abort" and reason.status_code is None:
             return Finish.ABORT
         if reason.type == "abort":
-            raise ServerRefused(f"{self.server.url}{GENERATE}: error: {reason.message}", reason.status_code or 500)
+            raise ServerRefused(
+                f"{self.server.url}{GENERATE}: the server aborted the answer: {reason.message}",
+                reason.status_code or 500,
+            )
         if reason.type == "stop" and reason.matched in sampling.stop_token_ids:
             return Finish.STOP
         if reason.type == "length" or (reason.type == "stop" and isinstance(reason.matched, int)):
             # Short of max_new_tokens, a limit of the server or an end token of the model does not end the request.
             return Finish.LENGTH if num_tokens >= sampling.max_new_tokens else Finish.ABORT
         # A token outside the vocabulary, caused by NaN, is reported as a stop too.
-        raise EngineError(f"{self.server.url}{GENERATE}: unknown finish reason: {reason.type} {reason.matched!r}")
+        raise EngineError(
+            f"{self.server.url}{GENERATE}: the answer ended for an unknown reason: {reason.type} {reason.matched!r}"
+        )
 
     async def abort(self, ids: Sequence[str]) -> None:
         await asyncio.gather(*(self.server.post("/abort_request", {"rid": _rid(name)}) for name in ids))

@@ -26,7 +26,7 @@ EXTENSION = "offbeat_in_vllm.Extension"
 EXTENSION_FOLDER = Path(__file__).parent / "inside"
 """Folder of `EXTENSION`, the worker extension that servers are started with."""
 PACK_HEAD = "offbeat_pack_head"
-"""Method of `EXTENSION`, to be called after a load."""
+"""Method of `EXTENSION` that packs the output layer's weights again; to be called after a load."""
 ON_CPU_FOLDER = EXTENSION_FOLDER / "on_cpu"
 """Folder added to the PYTHONPATH of a server's processes on a machine without a GPU."""
 WHOLE_PROMPTS = "--no-enable-chunked-prefill"
@@ -58,7 +58,7 @@ class VllmDialect:
         self._has_extension = False
         """Whether the server was started with `EXTENSION`."""
         self._more: dict[str, Any] = {}
-        """Further sampling parameters, which only newer servers know."""
+        """Further sampling parameters, which only newer servers accept."""
 
     async def probe(self) -> Facts:
         try:
@@ -99,8 +99,8 @@ class VllmDialect:
         """Raises an `EngineError` if a server with this `config` cannot load new versions of the weights correctly."""
         if _is_on_cpu(config) and TIED.search(str(config.get("model_config"))) and not self._has_extension:
             raise EngineError(
-                f"{self.server.url}: vLLM on a CPU would keep the output layer of old weights, because that layer "
-                "shares the embedding's weights; leave out engine.url, so that the worker starts a suitable server"
+                f"{self.server.url}: after a load, vLLM on a CPU would keep the old output layer, because that "
+                "layer shares the embedding's weights; leave out engine.url, so that the worker starts a server itself"
             )
 
     def _refuse_split_prompts(self, config: Mapping[str, Any]) -> None:
@@ -140,7 +140,7 @@ class VllmDialect:
             if error.status != 403:
                 raise
             raise EngineError(
-                f"{self.server.url}: this vLLM has no token interface; start it with --enable-scale-out"
+                f"{self.server.url}: this vLLM refuses calls that send token ids; start it with --enable-scale-out"
             ) from error
         return bool(answer["choices"][0].get("weight_versions"))
 

@@ -35,7 +35,7 @@ class Channel:
     `ServerAway`: a process that has ended does not come back at its socket."""
 
     def __init__(self, url: str):
-        """`url` is that of the process's socket, such as "unix:/tmp/engine"."""
+        """`url` names the Unix socket of the process, such as "unix:/tmp/engine"."""
         self.url = url
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -47,8 +47,8 @@ class Channel:
         self._broken: ServerAway | None = None
 
     async def ask(self, name: str, /, *, within_s: float = CALL_WITHIN_S, **arguments: Any) -> Any:
-        """Makes the process run its function `name` with `arguments`; returns the result. Tokens are asked for by
-        `generate`."""
+        """Makes the process run its function `name` with `arguments`; returns the result. To get tokens, call
+        `generate` instead."""
         number = next(self._numbers)
         answered = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
@@ -60,7 +60,7 @@ class Channel:
         finally:
             del self._asked[number]
         if answer.error:
-            raise EngineError(f"{self.url}: {name}: {answer.error}")
+            raise EngineError(f"{self.url}: vLLM's process failed at {name!r}: {answer.error}")
         return answer.result
 
     async def generate(self, message: Generate) -> AsyncIterator[Part]:
@@ -109,7 +109,7 @@ class Channel:
         self._writer.write(frame(message))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Hands out what the process sends, until the connection ends."""
+        """Passes each message of the process to the caller that waits for it, until the connection ends."""
         frames, why = Frames(), "it has ended"
         try:
             while piece := await reader.read(READ_BYTES):
@@ -200,7 +200,7 @@ class DirectDialect:
 
     def _chunk(self, part: Part) -> Chunk:
         if part.error:
-            raise EngineError(f"{self.channel.url}: {part.error}")
+            raise EngineError(f"{self.channel.url}: vLLM's process refused the request: {part.error}")
         try:
             finish = Finish(part.finish) if part.finish else None
         except ValueError as error:

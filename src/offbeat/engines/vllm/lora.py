@@ -53,8 +53,8 @@ class LoadedAdapter:
 
 
 class Adapters:
-    """The adapter in use and the next one, and their files. `add` makes vLLM load the adapter in a folder under a name;
-    `remove` makes vLLM unload the adapter of a name."""
+    """The adapter that vLLM uses and the one that it will use next, with their files. `add` makes vLLM load the adapter
+    in a folder under a name; `remove` makes vLLM unload the adapter of a name."""
 
     def __init__(
         self, folder: Path, add: Callable[[str, Path], Awaitable[None]], remove: Callable[[str], Awaitable[None]]
@@ -84,15 +84,17 @@ class Adapters:
 
     async def swap(self, version: Version, label: str) -> None:
         """Serves the adapter staged last, under `label`, and drops the one served before."""
-        assert self._staged is not None, f"version {version.number} is loaded without being staged"
+        assert self._staged is not None, f"version {version.number}: call stage before load"
         before, self._served, self._staged = self._served, self._staged, None
         self._served.label = label
         await self._drop(before)
 
     def name_for(self, call: Call) -> str:
         """Returns the name of the adapter that samples the call's answer."""
-        assert self._served is not None, "a call was sent before the first load"
-        assert self._served.label == call.label, f"a call for {call.label} was sent under {self._served.label}"
+        assert self._served is not None, "a call was sent before the first load; call load first"
+        assert self._served.label == call.label, (
+            f"a call for {call.label} was sent while {self._served.label} is served"
+        )
         return self._served.name
 
     async def _drop(self, adapter: LoadedAdapter | None) -> None:
@@ -158,7 +160,7 @@ class LoraDialect(VllmDialect):
         return root.samefile(self.base) if root.exists() else self._root == self.model
 
     async def _refuse_fixed(self) -> None:
-        """Raises an `EngineError` if the server cannot load adapters while it runs. It answers a load call
+        """Raises an `EngineError` if the server cannot load adapters while it runs. Such a server answers a load call
         that names no adapter with status 404; a server that can load adapters answers with 400."""
         try:
             await self.server.send(LOAD, {"lora_name": "", "lora_path": ""})

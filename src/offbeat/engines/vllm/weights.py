@@ -62,7 +62,7 @@ class FromPath:
             ) from error
 
     async def load(self, call: WorkerCall, version: Version) -> None:
-        assert self._linked is not None, f"version {version.number} is loaded without being staged"
+        assert self._linked is not None, f"version {version.number}: call stage before load"
         try:
             await call("reload_weights", weights_path=str(self._linked))
         finally:
@@ -103,7 +103,7 @@ class FromGpu:
         self._staged = await asyncio.to_thread(_read, version.path, self.device)
 
     async def load(self, call: WorkerCall, version: Version) -> None:
-        assert self._staged is not None, f"version {version.number} is loaded without being staged"
+        assert self._staged is not None, f"version {version.number}: call stage before load"
         tensors = self._staged
         if not self._is_initialised:
             await call("init_weight_transfer_engine", init_info={})

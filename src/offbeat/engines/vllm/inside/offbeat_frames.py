@@ -13,7 +13,8 @@ import msgspec
 
 LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 2**30
-"""Larger frames are refused; the largest ones needed hold the handles of a big model's tensors, a few megabytes."""
+"""Size of the largest frame that is accepted. The largest ones in use, a few megabytes, hold the handles of a big
+model's tensors."""
 
 
 class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
@@ -35,7 +36,7 @@ class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
-    """Ends the answers with these ids, with their tokens so far; an id that is not running is ignored."""
+    """Ends the answers with these ids; each keeps its tokens so far. An id that is not running is ignored."""
 
     ids: list[str]
 
@@ -62,7 +63,7 @@ class Part(msgspec.Struct, array_like=True, frozen=True):
     num_cached: int | None = None
     """In the first part: input tokens whose keys and values were cached."""
     error: str = ""
-    """Why there is no answer."""
+    """Why the engine refused the request; "" if it did not."""
 
 
 class Parts(msgspec.Struct, tag="parts", array_like=True, frozen=True):
@@ -90,7 +91,7 @@ def frame(message: msgspec.Struct) -> bytes:
 
 
 class Frames:
-    """Splits what a socket delivers into the bodies of frames."""
+    """Splits the bytes that a socket delivers into the bodies of frames."""
 
     def __init__(self) -> None:
         self._begun = bytearray()

@@ -37,7 +37,7 @@ NO_LOGPROB = -9998.0
 
 
 class Client:
-    """A connection. What its socket does not take at once waits in `unsent`."""
+    """A worker's connection. Bytes that its socket does not take at once wait in `unsent`."""
 
     def __init__(self, connection: socket.socket):
         self.connection, self.frames, self.unsent = connection, Frames(), bytearray()
@@ -93,7 +93,8 @@ class Running:
             self.num_cached = stats.num_cached_tokens
 
     def part(self, finish: str = "") -> Part:
-        """Returns the next part; with `finish`, the last one."""
+        """Returns the tokens that are not sent yet as a part. `finish` is why the answer has ended; "" if it has
+        not."""
         spans: list[tuple[str, int, int]] = []
         if finish:
             bounds = [*(start for _, start in self.starts), self.num_tokens]
@@ -237,7 +238,8 @@ class Process:
             self.send(self.parts([output for group in outputs.values() for output in group.outputs]))
 
     def parts(self, outputs: Sequence[EngineCoreOutput]) -> Iterable[tuple[Client, Part]]:
-        """Yields the parts that are due after a step: of answers that have ended or have enough tokens to send."""
+        """Yields the parts to send after a step: one for each answer that has ended or has at least `part_tokens`
+        unsent tokens."""
         for output in outputs:
             if (running := self.running.get(output.request_id)) is None:  # aborted while the step ran
                 continue
@@ -305,7 +307,8 @@ class Process:
 
 @contextmanager
 def locked(path: str) -> Iterator[None]:
-    """Waits for the lock on a file, and holds it; the trainer on the same GPU does the same."""
+    """Waits for the lock on a file, and holds it during the `with` block. The trainer on the same GPU takes the same
+    lock while it takes memory."""
     with open(path, "ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
