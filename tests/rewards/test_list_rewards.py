@@ -233,7 +233,7 @@ def test_what_only_trls_trainer_has_is_refused_at_the_start(tmp_path):
     def reward(completions, trainer_state):
         return []
 
-    with pytest.raises(UserError, match="nothing is passed as 'trainer_state'"):
+    with pytest.raises(UserError, match="only TRL's trainer passes 'trainer_state'"):
         check(tmp_path, reward, sample("2"))
 
 

@@ -37,7 +37,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--best", metavar="N", type=int, help="the N with the highest reward; of equal ones, different prompts first"
     )
-    parser.add_argument("--worst", metavar="N", type=int, help="the N with the lowest reward, likewise")
+    parser.add_argument(
+        "--worst", metavar="N", type=int, help="the N with the lowest reward; of equal ones, different prompts first"
+    )
     parser.add_argument("--train", action="store_true", help="training answers (the default for lists)")
     parser.add_argument("--eval", action="store_true", help="evaluation answers; with --train, both")
     parser.add_argument(
@@ -111,7 +113,7 @@ def _chosen(arguments: argparse.Namespace) -> tuple[str, int]:
     if len(asked) > 1:
         raise UserError(f"--{asked[0]} and --{asked[1]} do not go together; give one of --last, --best and --worst")
     if arguments.failed and asked and asked[0] != "last":
-        raise UserError(f"--{asked[0]} and --failed do not go together; an answer that failed has no reward")
+        raise UserError(f"--{asked[0]} and --failed do not go together; an answer whose reward failed has none")
     name = asked[0] if asked else "last"
     count = given[name] if asked else NUM_ROWS
     if count < 1:
@@ -184,7 +186,7 @@ def _nothing(ledger: Ledger, which: TrajectoryFilter) -> str:
     at = "" if which.step is None else f" at step {which.step}"
     said = f"no {kind}answers{at}" + (" with these filters" if any(vars(which)[name] for name in FILTERS[1:]) else "")
     if which == TrajectoryFilter("train") and ledger.list_trajectories(1, which=TrajectoryFilter("eval")):
-        return f"{said} yet; --eval lists those of evaluations"
+        return f"{said} yet; --eval lists evaluation answers"
     return said if at or which != TrajectoryFilter(which.purpose) else f"{said} yet"
 
 

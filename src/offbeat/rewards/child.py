@@ -284,9 +284,7 @@ class ListReward:
         self._required = [p.name for p in named if p.default is p.empty]
         for name in self._required:
             if name in NOT_PASSED:
-                raise UserError(
-                    f"{label}: nothing is passed as {name!r}, which only TRL's trainer has; remove this parameter"
-                )
+                raise UserError(f"{label}: only TRL's trainer passes {name!r}, Offbeat does not; remove this parameter")
 
     def arguments(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
         rows = [{"answer": sample["answer"], **sample["info"]} for sample in samples]
@@ -310,7 +308,7 @@ class ListReward:
         if not isinstance(value, list | tuple):
             raise NoList(
                 f"the reward returned {_shown(value)}, {a_kind(value)}; a reward that takes "
-                f"{' or '.join(LISTS)} returns a list with a number for each of them"
+                f"{' or '.join(LISTS)} must return a list with a number for each completion"
             )
         if len(value) != count:
             numbers = "1 number" if len(value) == 1 else f"{len(value)} numbers"
@@ -345,7 +343,7 @@ def parts_of(value: Any) -> list[tuple[float, str, int]]:
     numbers by name, or a list of (position, value, name)."""
     if isinstance(value, list | tuple):
         if not value:
-            raise BadValue("the reward returned an empty list; return a number, or (position, value, name) for each")
+            raise BadValue("the reward returned an empty list; return a number, or a list of (position, value, name)")
         return [_positioned(entry) for entry in value]
     if not isinstance(value, Mapping):
         return [(_finite(value, ""), "reward", LAST)]
@@ -362,8 +360,8 @@ def _positioned(entry: Any) -> tuple[float, str, int]:
         case [Integral() as position, number, str() as name] if type(position) is not bool and int(position) >= LAST:
             return _finite(number, f" as {name!r} at {position}"), name, int(position)
     raise BadValue(
-        f"the reward returned a list with {_shown(entry)}; its entries are (position, value, name), with a position "
-        "from 0 on, or -1 for the last token"
+        f"the reward returned a list with {_shown(entry)}; its entries must be (position, value, name), with a "
+        "position of 0 or more, or -1 for the last token"
     )
 
 

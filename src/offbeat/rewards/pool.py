@@ -403,7 +403,7 @@ class FailureWatch:
             if reason is not None:
                 alike.setdefault(_kind_of(reason), []).append(reason)
         most = max(alike.values(), key=len)
-        how = "with" if len(set(most)) == 1 else "such as"
+        how = "with the reason" if len(set(most)) == 1 else "with reasons such as"
         return (
             f"{self.num_failed} of the latest {count} rewards failed ({self.share:.0%}; "
             f"reward.max_failure_share = {self.max_share:g}), {len(most)} of them {how}: {most[-1][:MAX_REASON_CHARS]}"
@@ -456,13 +456,13 @@ class Shaping:
         for name in sorted(self.given_names):
             if name not in names:
                 raise UserError(
-                    f"reward.weights.{name} = {self.weights[name]:g}: no reward gave a part of that name when it was "
-                    f"tried; {suggest(name, sorted(names))}"
+                    f"reward.weights.{name} = {self.weights[name]:g}: when the rewards were tried, none gave a part of "
+                    f"that name; {suggest(name, sorted(names))}"
                 )
         if self.overlong_tokens and OVERLONG in names:
             raise UserError(
-                f"reward.overlong_tokens = {self.overlong_tokens}: a reward gives a part named {OVERLONG!r} itself; "
-                "rename that part, or set reward.overlong_tokens = 0"
+                f"reward.overlong_tokens = {self.overlong_tokens}: a reward gives a part named {OVERLONG!r}, as the "
+                "penalty for long answers is named; rename that part, or set reward.overlong_tokens = 0"
             )
 
 

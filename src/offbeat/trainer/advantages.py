@@ -78,7 +78,7 @@ def _checked(advantage: Advantage, samples: Sequence[Sample], recalls_siblings: 
     found = np.asarray(advantage(np.array(rewards, np.float64), np.array(prompts, np.int64)), np.float32)
     if found.shape != (len(rewards),):
         raise UserError(
-            f"loss.advantage returned shape {found.shape} for {len(rewards)} answers; return one number for each"
+            f"loss.advantage returned shape {found.shape} for {len(rewards)} answers; return one number for each answer"
         )
     return found[: len(samples)]
 

@@ -209,7 +209,11 @@ class Witnesses(WeightFolder):
             link_folder(version.path, self.path(version.number))
         except OSError as error:
             shutil.rmtree(self.path(version.number), ignore_errors=True)
-            log.warning("version %d cannot be kept for audits: %s", version.number, error)
+            log.warning(
+                "tokens of version %d will not be audited, because its weights cannot be kept: %s",
+                version.number,
+                error,
+            )
 
     def file(self, number: int) -> Path | None:
         """Returns the file with the tensors of version `number`; None if the version is not kept."""

@@ -172,17 +172,24 @@ def _other_adapter(saved: dict[str, str] | None, now: dict[str, str] | None) -> 
         return None
     if saved is None or now is None:
         was, is_now = ("all weights", "an adapter") if saved is None else ("an adapter", "all weights")
-        return f"the checkpoint holds {was}, but {is_now} would be trained; set model.lora_rank to what it was"
+        return (
+            f"the checkpoint holds {was}, but {is_now} would be trained; set model.lora_rank back to its earlier value"
+        )
     before, after = json.loads(saved["config"]), json.loads(now["config"])
     for key, name in (("r", "lora_rank"), ("lora_alpha", "lora_alpha"), ("target_modules", "lora_targets")):
         if before.get(key) != after.get(key):
-            return f"the checkpoint has model.{name} = {before.get(key)}, but the run has {after.get(key)}; set it back"
+            return (
+                f"the checkpoint needs model.{name} = {before.get(key)}, but the run has {after.get(key)}; set it back"
+            )
     if saved["base"] != now["base"]:
         return (
             f"the adapter belongs to a model with digest {saved['base'][:12]}, but model.path has {now['base'][:12]}; "
             "use the model that the run began with, in the same dtype"
         )
-    return "the checkpoint's adapter has another configuration; use the version of Offbeat that wrote it"
+    return (
+        "the adapter of the checkpoint and that of the run differ in configuration; use the version of Offbeat that "
+        "wrote the checkpoint"
+    )
 
 
 def _damaged(file: Path) -> UserError:

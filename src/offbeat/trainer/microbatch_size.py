@@ -81,7 +81,7 @@ def measured(policy: Policy, num_taken_bytes: int, longest: int) -> int:
     per_token = max((needed[1] - needed[0]) / (PROBES[1] - PROBES[0]), 1.0)
     constant = max(needed[0] - per_token * PROBES[0], 0.0)
     found = memory_bytes(policy.device)
-    assert found is not None, "micro-batches are measured on GPUs alone"
+    assert found is not None, "this is a bug: the size of micro-batches is measured only on GPUs"
     free, total = found
     per_parameter = LATER_BYTES_WITHOUT_MOMENTS if isinstance(policy.optimizer, HostAdamW) else LATER_BYTES
     num_later = per_parameter * sum(master.numel() for master in policy.masters)

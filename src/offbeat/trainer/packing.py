@@ -58,8 +58,10 @@ class Sample:
 
     def __post_init__(self) -> None:
         lengths = {len(self.response), len(self.logprobs), len(self.mask), len(self.ages)}
-        assert len(lengths) == 1, f"group {self.group}: tokens, log-probs and mask disagree in length: {lengths}"
-        assert len(self.prompt) > 0, f"group {self.group}: the prompt is empty; it must have a token"
+        assert len(lengths) == 1, (
+            f"group {self.group}: tokens, log-probs, mask and staleness differ in length: {lengths}"
+        )
+        assert len(self.prompt) > 0, f"group {self.group}: the prompt is empty; it must have at least one token"
 
     @property
     def prompt_id(self) -> int:

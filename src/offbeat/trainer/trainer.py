@@ -88,7 +88,7 @@ class Behind:
         self._task: asyncio.Task[None] | None = None
 
     def begin(self, work: Coroutine[Any, Any, None]) -> None:
-        assert self._task is None or self._task.done(), "this is a bug: the work before was not waited for"
+        assert self._task is None or self._task.done(), "this is a bug: earlier work is still running"
         self._task = asyncio.create_task(self._do(work))
 
     async def _do(self, work: Coroutine[Any, Any, None]) -> None:
@@ -397,8 +397,8 @@ class Trainer:
         number = self.step + 1  # as in the metrics, which count from 1
         if gap > settings.max_logprob_gap:
             log.warning(
-                "step %d: log-probs of engine and trainer differ by %.3g on fresh tokens, over loss.max_logprob_gap: "
-                "compare model.dtype with the engine's dtype",
+                "step %d: the log-probs of engine and trainer differ by %.3g on average for tokens of the latest "
+                "version, more than loss.max_logprob_gap allows; compare model.dtype with the engine's dtype",
                 number,
                 gap,
             )
@@ -407,7 +407,10 @@ class Trainer:
         is_audited = settings.step.max_sample_gap is not None  # if not (paced engine), tokens come from no weights
         if is_audited and share > MAX_CLAMPED_SHARE:
             log.warning(
-                "step %d: %.2g %% of tokens have a log-ratio beyond the clamp; lower optimizer.lr", number, 100 * share
+                "step %d: the log-probs of %.2g %% of the tokens have changed so much since sampling, or within the "
+                "step, that their log-ratio is clamped; lower optimizer.lr",
+                number,
+                100 * share,
             )
             self.event("clamped", step=number, share=share, limit=MAX_CLAMPED_SHARE)
 

@@ -343,7 +343,7 @@ def decode(coding: Coding, data: Any, old: np.ndarray | None, num_bytes: int, dt
     if coding is Coding.DENSE:
         return _decode_dense(view, num_bytes, item_bytes)
     if old is None or old.size != num_bytes:
-        found = "no base" if old is None else f"a base's part of {old.size}"
+        found = "no base" if old is None else f"a base's part of {old.size} bytes"
         raise CodecError(f"coding {coding.value} needs a base's part of {num_bytes} bytes and was given {found}")
     if coding is Coding.SAME:
         if len(view):

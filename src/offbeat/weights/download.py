@@ -56,7 +56,7 @@ class StoreSources:
             return self._store.get_manifest(number, digest)
         found = sorted(entry for entry in self._store.list_manifests() if entry[0] == number)
         if not found:
-            raise PieceMissing(f"the store has no manifest of version {number}, which may have been deleted")
+            raise PieceMissing(f"the store has no manifest of version {number}; the version may have been deleted")
         # Two trainers may have published the same number. The caller repeats the call until it gets the right one.
         entry = self._anchor_deltas_last(found)[self._num_asked[number] % len(found)]
         self._num_asked[number] += 1
@@ -257,7 +257,7 @@ def _check(data: bytes, number: int, version_digest: str | None, digest: str) ->
         raise ManifestError(f"version {number}: the manifest received is that of version {found.number}")
     if version_digest not in (None, found.digest):
         raise ManifestError(
-            f"version {number}: the manifest received belongs to other weights, digest {found.digest[:12]}"
+            f"version {number}: the manifest received is for weights with another digest, {found.digest[:12]}"
         )
     return found
 

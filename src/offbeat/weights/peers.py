@@ -300,7 +300,7 @@ class PeerSources:
 
     def _blame(self, url: str, error: Exception) -> None:
         if isinstance(error, PieceDamaged):
-            log.warning("%s sent bytes that do not match the digest it was asked for", url or "the root")
+            log.warning("%s sent bytes that do not have the requested digest", url or "the root")
             self._ranking.damaged(url)
         elif isinstance(error, PeerSlow):
             self._ranking.was_slow(url, error.bytes_per_s)

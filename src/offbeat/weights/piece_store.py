@@ -45,7 +45,9 @@ URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free space there"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "check who may write there"),
-    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "a file is in its way: move it, or give another folder"),
+    **dict.fromkeys(
+        (errno.EEXIST, errno.ENOTDIR), "a file is in its way: move the file, or choose another folder for the store"
+    ),
 }
 """Advice to the user, by the error number (errno) of a disk error."""
 
@@ -262,7 +264,10 @@ def piece_path(digest: str) -> str:
 
 def manifest_path(number: int, digest: str) -> str:
     if number < 0 or not DIGEST.fullmatch(digest):
-        raise PieceMissing(f"version {number}, digest {digest[:80]!r}: no manifest can have this name")
+        raise PieceMissing(
+            f"version {number}, digest {digest[:80]!r}: no manifest can have this name; a number is 0 or more, "
+            "a digest has 64 hex digits"
+        )
     return f"{MANIFESTS}/{number:08d}-{digest}.json"
 
 
@@ -319,7 +324,7 @@ PUT_AT = ("LastModified", "last_modified", "mtime", "updated", "created")
 """Names under which stores report when an object was put, in fsspec's information about it."""
 FULL = ("insufficientstorage", "insufficient storage", "storagefull", "quotaexceeded", "(507)")
 """Words in the error messages of a full store."""
-PAST_END = "the object is shorter"
+PAST_END = "the object is shorter than the requested range"
 UNKNOWN_CALLER = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "TokenRetrievalError"}
 
 T = TypeVar("T")
