@@ -162,7 +162,7 @@ def test_a_sample_that_hangs_fails_alone(tmp_path):
     "returned, told",
     [
         ([1.0], "returned 1 number for 2 completions"),
-        (1.0, "1.0, a float; a reward that takes completions or completion_ids returns a list"),
+        (1.0, "1.0, a float; a reward that takes completions or completion_ids must return a list"),
         ([1.0, "yes"], "'yes', a str"),
         ([1.0, math.nan], "nan"),
     ],

@@ -178,9 +178,7 @@ def _other_adapter(saved: dict[str, str] | None, now: dict[str, str] | None) -> 
     before, after = json.loads(saved["config"]), json.loads(now["config"])
     for key, name in (("r", "lora_rank"), ("lora_alpha", "lora_alpha"), ("target_modules", "lora_targets")):
         if before.get(key) != after.get(key):
-            return (
-                f"the checkpoint needs model.{name} = {before.get(key)}, but the run has {after.get(key)}; set it back"
-            )
+            return f"the checkpoint has model.{name} = {before.get(key)}, but the run has {after.get(key)}; set it back"
     if saved["base"] != now["base"]:
         return (
             f"the adapter belongs to a model with digest {saved['base'][:12]}, but model.path has {now['base'][:12]}; "
