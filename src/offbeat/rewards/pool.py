@@ -65,7 +65,8 @@ WRONG_VALUE = "value: "
 
 
 def is_wrong_value(error: str) -> bool:
-    """Whether an error means that the function returned something other than a reward; then the log adds nothing."""
+    """Whether `error` says that the function returned something other than a reward. The log has no traceback for
+    it."""
     return error.startswith(WRONG_VALUE)
 
 
@@ -362,8 +363,8 @@ def _result(answer: RewardAnswer) -> RewardResult:
 WINDOW = 512
 """Number of latest rewards that `FailureWatch` counts: a few steps of a small run, to notice a broken reward soon."""
 MIN_COUNT = 64
-"""Number of rewards to count before `FailureWatch` may stop a run, because three failures among ten may be chance. A
-smaller window only has to be full."""
+"""Number of rewards to count before `FailureWatch` may stop a run, because three failures among ten may be chance. If
+the window is smaller than this, it only has to be full."""
 MAX_REASON_CHARS = 300
 RAISED = re.compile(r"(raised: [\w.]+).*( \([^()]*:\d+\))", re.DOTALL)
 """Matches the reason of a reward that raised. The groups are the exception's type, and the file and line at the end."""

@@ -101,9 +101,10 @@ def leave_one_out(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
 def siblings_normalised(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """(reward - mean reward of the group's other members) / (std + 1e-6); std is the group's sample standard deviation.
 
-    For runs that train on answers before all answers to the prompt are known. The scale of these advantages does not
-    depend on how many answers are known. GRPO subtracts the mean of all known answers, the answer itself included. With
-    two known answers, that halves the advantage. Short answers are known first, so GRPO would weaken them."""
+    For runs that train on an answer before all answers to its prompt have rewards. The scale of these advantages does
+    not depend on the number of rewards so far. GRPO subtracts the mean of all rewards so far, including the answer's
+    own. With two rewards, that halves the advantage. Short answers get their rewards first, so GRPO would weaken
+    them."""
     return _by_group(rewards, groups, lambda values: _normalised(values) * len(values) / (len(values) - 1))
 
 

@@ -74,7 +74,7 @@ def audit(
     over its compared tokens exceeds `max_gap`, or if one of its segments looks forged.
 
     `now` holds the trainer's log-probs of all response tokens at the start of the step, one sample after the other.
-    They are compared for fresh tokens, which were sampled from the same weights. `witnessed` holds for each sample the
+    They are used only for fresh tokens, which were sampled from the same weights. `witnessed` holds for each sample the
     log-probs of its older tokens under the weights that sampled them: NaN where not computed, None if nowhere computed.
     """
     owner = np.repeat(np.arange(len(samples)), [sample.num_tokens for sample in samples])
@@ -143,8 +143,8 @@ def _logprobs(
 
 
 def choose(samples: Sequence[Sample], share: float, at_hand: Mapping[int, object]) -> Iterator[tuple[int, list[int]]]:
-    """Chooses older tokens to audit. Yields pairs: a version, and the indices of the samples whose tokens of this
-    version are to be compared. The keys of `at_hand` are the versions whose weights are available.
+    """Chooses older tokens to audit. Yields pairs: a version's number, and the indices of the samples whose tokens of
+    this version are to be compared. The keys of `at_hand` are the versions whose weights are available.
 
     With `share` 0, no tokens are chosen. Otherwise all samples that are not `is_proven` are chosen, and other samples
     with about `share` of the older tokens. These come from few versions, because each version has to be loaded.

@@ -1,4 +1,4 @@
-"""Checkpoints: master weights, optimizer moments, random state and step, but nothing that the ledger knows.
+"""Checkpoints: master weights, optimizer moments, random state and step, but nothing that is in the ledger.
 
 If an adapter is trained, only the adapter and the digest of its base are saved. Loading with another base or another
 kind of adapter is refused.
@@ -61,8 +61,8 @@ class Checkpoints:
 
     def save(self, step: int, version: int, state: Mapping[str, Tensor], *, keeps_all: bool = False) -> Path:
         """Writes a checkpoint and returns its folder. Then deletes all but the latest `self.keep` checkpoints, or none
-        with `keeps_all`. If the disk is full, the draft is removed and earlier checkpoints stay intact. The random
-        states are those in `state`, as `random_states` returns them, or else the present ones."""
+        with `keeps_all`. If the disk is full, the draft is removed and earlier checkpoints stay intact. Random states
+        that are missing from `state` are saved as they are now."""
         final = self.folder / f"{step:08d}"
         draft = final.with_name(f".{final.name}.draft")
         try:

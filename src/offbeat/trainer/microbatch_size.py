@@ -36,7 +36,8 @@ PROBES = (1024, 3072)
 SAFE_SHARE = 0.9
 """Share of the free memory to plan with; the rest is for fragmentation and for larger needs than were measured."""
 LATER_BYTES, LATER_BYTES_WITHOUT_MOMENTS = 12, 4
-"""Bytes per trained parameter that are not yet allocated when the size is measured: a gradient and two moments."""
+"""Bytes per trained parameter that are not yet allocated when the size is measured: a gradient and two moments; if the
+moments are in host memory, only a gradient."""
 
 
 @dataclass

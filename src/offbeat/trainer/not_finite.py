@@ -53,7 +53,8 @@ class FailedStepDump:
     """Number of the version with whose weights the step began."""
     lr: float
     tensor: str
-    """What is not finite, in words. This field, `sample`, `token` and `num_updates` are copied from the `NotFinite`."""
+    """What was not finite, in words, such as "the loss". This field, `sample`, `token` and `num_updates` are copied
+    from the `NotFinite`."""
     sample: int | None
     token: int | None
     num_updates: int

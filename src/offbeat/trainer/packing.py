@@ -142,12 +142,13 @@ def _has_old_kv(segment: Segment) -> bool:
 
 
 BUCKET_RATIO = 0.6
-"""Least length of a bucket's shortest sequence, as a share of its longest sequence; bounds the padding in attention."""
+"""Smallest allowed ratio of a bucket's shortest sequence to its longest one; bounds the padding in attention."""
 
 
 @dataclass(frozen=True)
 class Varlen:
-    """Row layout for attention kernels that take sequences of uneven length: no padding, and queries stay in the row.
+    """Row layout for attention kernels that take sequences of uneven length: without padding, and without copied
+    queries.
 
     The row is cut into runs: each run is a prompt, or a response without its last token. The queries of a response
     attend to the keys of its prompt and to its own keys. So a prompt's keys are repeated for each response.

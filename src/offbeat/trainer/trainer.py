@@ -6,10 +6,10 @@ restart claims the same batch for the same step. A step that meets NaN or infini
 the step has made no update yet, a checkpoint saves the state before the step.
 
 Checkpoints are written from a snapshot while the next step is made. A version is written in the same way if the next
-batch is already there when a step ends. If not, workers are waiting for the version, so it is written at once. At most
-one checkpoint and one version are being written at a time. The ledger sees the same calls in the same order as without
-overlap: a batch is claimed after the commit of the step before last, versions are committed one after the other, and a
-checkpoint is begun after the commit of its version.
+batch has already been claimed when a step ends. If not, workers are waiting for the version, so the next step waits
+until it is written. At most one checkpoint and one version are being written at a time. The ledger sees the same calls
+in the same order as without overlap: a batch is claimed after the commit of the step before last, versions are
+committed one after the other, and a checkpoint is begun after the commit of its version.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ class Trainer:
 
     async def start(self, *, from_scratch: bool = False) -> int:
         """Takes over the run from the latest checkpoint, or from the initial model if there is none, and publishes
-        these weights; returns the next step, counted from 0. `from_scratch` lets a trainer without a checkpoint undo
-        the whole run, of which another trainer may have checkpoints."""
+        these weights; returns the next step, counted from 0. `from_scratch` allows a trainer without a checkpoint to
+        undo the whole run, although another trainer may have checkpoints of it."""
         steps = self.checkpoints.steps()
         if steps and from_scratch:
             raise UserError(
@@ -212,8 +212,8 @@ class Trainer:
         return self.settings.checkpoint_every > 0 and self.step % self.settings.checkpoint_every == 0
 
     async def _make_step(self, batch: Batch) -> StepReport:
-        """Trains on a batch, publishes the new version, and commits the step at the coordinator; returns its report.
-        If the next batch is already there, publishing and committing may continue in the background."""
+        """Trains on a batch, publishes the new version, and commits the step at the coordinator; returns its report. If
+        the next batch has already been claimed, publishing and committing may continue in the background."""
         assert self.version is not None
         lr, num_updates = self.settings.learning_rate(self.step), self.policy.num_updates
         with self.span("train"):
@@ -347,7 +347,7 @@ class Trainer:
             raise
 
     async def _save_undisturbed(self) -> None:
-        """Saves a checkpoint and ignores cancellations meanwhile; each part of the run that fails sends another."""
+        """Saves a checkpoint and ignores cancellations until it is saved; each part of the run that fails sends one."""
         saving = asyncio.ensure_future(self.save())
         while not saving.done():
             with suppress(asyncio.CancelledError):

@@ -136,12 +136,12 @@ MEAN_GAP_BITS = 6
 FILLER = 255
 """Byte of a coded gap that stands for 255, to which the next byte is added; gaps of 255 or more need it."""
 MANY_LARGER = 0.25
-"""Smallest share of large changes (by more than 1, as integers) among all changes with which a limit is considered (see
-`_limit`). In normally distributed weights the share is smaller. It is larger in quantised weights and with small
+"""A limit (see `_limit`) is considered only if at least this share of all changes is large, that is, by more than 1 as
+integers. In normally distributed weights the share is smaller. It is larger in quantised weights and with small
 learning rates, and then most of the large changes are near zero."""
 NEAR_QUANTILE = 0.75
-"""Quantile from which `_limit` computes the limit: the limit is just above this quantile of the old bits, without sign,
-of the elements that changed by more than 1."""
+"""`_limit` sets the limit just above this quantile of the old bits, without the sign, of the elements that changed by
+more than 1."""
 MIN_NEAR_CHANGED = 0.6
 """Smallest share of changed elements among those below the limit (see `_limit`); with less, no limit is used."""
 SIZE_BITS = 0x7FFF
@@ -218,8 +218,8 @@ def decode_sparse(view: memoryview, old: np.ndarray) -> np.ndarray:
 
 
 def _limit(changes: SparseChanges, sizes: np.ndarray, old_items: np.ndarray) -> int:
-    """Chooses the threshold of a sparse code. The code stores the difference of every element whose old bits, without
-    the sign, are below the threshold, changed or not, so these elements need no positions. Returns 0 for none."""
+    """Returns the limit of a sparse code; 0: none. The code stores the difference of every element whose old bits,
+    without the sign, are below the limit, even if the element did not change. So these elements need no positions."""
     larger = changes.positions[sizes > 1]
     if larger.size < MANY_LARGER * sizes.size:
         return 0

@@ -245,9 +245,8 @@ class PieceDownloader:
 
 
 def _check(data: bytes, number: int, version_digest: str | None, digest: str) -> Manifest:
-    """Decodes the manifest `data`. Raises `ManifestError` if it belongs to another version than `number`. Raises it
-    also if that version's digest is not `version_digest` (None: any), or the manifest's own is not `digest` ("":
-    any)."""
+    """Decodes and returns the manifest `data`. Raises `ManifestError` if it is not of version `number`, if the
+    version's digest is not `version_digest` (None: any), or if the manifest's own digest is not `digest` ("": any)."""
     if digest and manifest_digest(data) != digest:
         raise ManifestError(
             f"version {number}: the manifest has digest {manifest_digest(data)[:12]}, not {digest[:12]}"

@@ -2,8 +2,8 @@
 
 A piece is named by the digest of its bytes and never changes; a manifest by its version's number and its own digest.
 
-Guarantees: a name has its whole content or does not exist. Pieces survive a power cut once `sync` returns, and a
-manifest once `put_manifest` returns, so a durable manifest never names a piece that is not durable. Reading a whole
+Guarantees: a piece or manifest is in the store whole or not at all. Pieces survive a power cut once `sync` returns, and
+a manifest once `put_manifest` returns, so a durable manifest never names a piece that is not durable. Reading a whole
 piece returns the bytes that were put, or raises. Putting the same content again is harmless, and repairs a copy that
 the disk has damaged. A crash leaves at most files that no manifest names.
 """

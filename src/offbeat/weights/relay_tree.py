@@ -23,8 +23,8 @@ FAN_OUT = 2
 MUCH_FASTER = 2.0
 """A receiver replaces its site's head if its rate from the root is more than this many times the head's."""
 WORTH_LEVELS = 2
-"""Least number of levels by which a move that shortens a path must shorten it. Each level delays a receiver by about
-the time of one piece."""
+"""A receiver is moved to shorten its path to the root only if the path becomes shorter by at least this many levels.
+Each level delays a receiver by about the time of one piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,8 @@ class SiteTree:
             self._attach(child)
 
     def _from_root(self, name: str) -> float:
-        """Returns a receiver's rate from the root in bytes per second; infinity, in its favour, if not measured."""
+        """Returns a receiver's rate from the root in bytes per second; infinity if it was not measured, which favours
+        it."""
         found = self.members[name].root_bytes_per_s
         return math.inf if found is None else found
 
