@@ -155,7 +155,7 @@ HEAD = (
     *("prompt", "right answer", "response"),
 )
 NUM_TEXTS = 3
-"""Number of columns with texts, which are the last ones of `HEAD`."""
+"""Number of columns with texts; these are the last columns of `HEAD`."""
 FAILURE = "why it failed"
 """Head of the additional last column in a list of failed answers."""
 
@@ -191,8 +191,8 @@ def _nothing(ledger: Ledger, which: TrajectoryFilter) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]], num_texts: int) -> list[str]:
-    """Returns aligned columns if each row fits into a line of the screen. Otherwise, each of a row's texts, its last
-    `num_texts` cells, has a line of its own below the figures."""
+    """Returns aligned columns if each row fits into a line of the screen. Otherwise, a row takes several lines: first
+    its figures, then one line for each of its texts, the last `num_texts` cells."""
     width = shutil.get_terminal_size((120, 24)).columns
     if sum(widths := _widths(rows)) + 2 * (len(widths) - 1) <= width:
         return [_aligned(row, widths) for row in rows]

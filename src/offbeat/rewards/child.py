@@ -192,8 +192,9 @@ class RewardServer:
         self, name: str, reward: ListReward, samples: Sequence[Mapping[str, Any]], first: int
     ) -> tuple[list[wire.RewardAnswer], bool]:
         """Judges samples in one call and returns their answers, numbered from `first`. If the call raises, each answer
-        is an error. Also returns whether to call again with fewer samples, so that fewer of them fail. That is no use
-        if the reward did not return a list with a value for each sample: the reward itself is wrong then."""
+        is an error. Also returns whether the samples should be judged again one by one, so that fewer of them fail.
+        This is False after a success. It is also False if the reward did not return a list with a value for each
+        sample, because then the reward is wrong and not a sample."""
         self.progress.begin(len(samples))
         try:
             value = reward.function(**reward.arguments(samples))
@@ -318,8 +319,8 @@ class ListReward:
         return [[] if entry is None else [(_finite(entry, ""), "reward", LAST)] for entry in values]
 
     def hint(self, error: BaseException, sample: Mapping[str, Any]) -> str:
-        """Returns the end of a message about an `error` that the function raised: the form of completions, if the
-        function may have expected another."""
+        """Returns text to append to the message about `error`, which the function raised. The text names the form of
+        completions if the function may have expected another one; otherwise it is empty."""
         if not isinstance(error, MISTAKEN_FORM):
             return ""
         if isinstance(sample["prompt"], str):

@@ -29,13 +29,14 @@ from offbeat.trajectory import Reward, reward_problem
 OneReward = str | Callable[..., Any]
 """Name of a built-in reward, `module:function`, `file.py:function`, or a function."""
 RewardSpec = OneReward | Mapping[str, OneReward]
-"""A reward, or a mapping of names to rewards whose values are added up. Each of them gives a part with its name."""
+"""A reward, or a mapping of names to rewards whose values are added up. Each reward of a mapping gives a part with its
+name."""
 START_S = 120.0
 """Time limit for the start of a process; a user's module may import a lot."""
 MAX_PIECE = 64
 """Largest number of samples in one message to a process; an async function judges all of them concurrently."""
 MAX_LOSSES = 3
-"""A sample fails after this many processes were lost with it, even if another sample may have caused the losses."""
+"""A sample fails after this many processes died or hung with it, even if another sample may have been the cause."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class _Job:
     sample: RewardInput
     num_losses: int = 0
     alone: bool = False
-    """Whether the sample must be judged alone, because it may have brought a process down."""
+    """Whether the sample must be judged alone, because a process died or hung while it had this sample."""
 
 
 class RewardPool:
@@ -367,9 +368,10 @@ MIN_COUNT = 64
 the window is smaller than this, it only has to be full."""
 MAX_REASON_CHARS = 300
 RAISED = re.compile(r"(raised: [\w.]+).*( \([^()]*:\d+\))", re.DOTALL)
-"""Matches the reason of a reward that raised. The groups are the exception's type, and the file and line at the end."""
+"""Matches the error of a reward function that raised an exception. The groups are the exception's type, and the file
+and line at the end."""
 DETAIL = re.compile(r"'[^']*'|\"[^\"]*\"|\d+(\.\d+)?")
-"""Matches the parts of other reasons that may differ from answer to answer: quoted text and numbers."""
+"""Matches what may differ from answer to answer in the text of any other error: quoted text and numbers."""
 
 
 class FailureWatch:

@@ -158,8 +158,9 @@ def estimate(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the GAE advantages and the returns (the value head's targets) of one response, one number per token.
 
-    Only tokens in `mask`, which are trained on, are actions; others get 0. A reward at a token outside `mask` (given by
-    an environment, or too old) is credited to the trained token before it. The value after the last token is 0.
+    Only tokens where `mask` is True, those trained on, are actions; other tokens get 0 in both results. A reward at a
+    token outside `mask` (given by an environment, or too old) is credited to the trained token before it. The value
+    after the last token is 0.
     """
     advantages, returns = np.zeros(len(rewards), np.float32), np.zeros(len(rewards), np.float32)
     carried, next_value, earned = 0.0, 0.0, 0.0

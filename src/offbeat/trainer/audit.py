@@ -115,7 +115,8 @@ def witness(
 ) -> dict[int, np.ndarray]:
     """Computes the log-probs of older tokens under the versions that sampled them; `choose` picks about `share` of the
     tokens. Returns arrays by sample index, with one entry per response token: NaN for tokens that were not picked.
-    `weights_of` returns a version's weights file, or None if it was not kept; its tokens are then not compared."""
+    `weights_of` returns a version's weights file, or None if the file was not kept; then the version's tokens are not
+    compared."""
     found: dict[int, np.ndarray] = {}
     files = {number: file for number in _num_stale(samples) if (file := weights_of(number)) is not None}
     for number, chosen in choose(samples, share, files):
@@ -146,8 +147,9 @@ def choose(samples: Sequence[Sample], share: float, at_hand: Mapping[int, object
     """Chooses older tokens to audit. Yields pairs: a version's number, and the indices of the samples whose tokens of
     this version are to be compared. The keys of `at_hand` are the versions whose weights are available.
 
-    With `share` 0, no tokens are chosen. Otherwise all samples that are not `is_proven` are chosen, and other samples
-    with about `share` of the older tokens. These come from few versions, because each version has to be loaded.
+    With `share` 0, no tokens are chosen. Otherwise all samples that are not `is_proven` are chosen, and enough of the
+    proven ones to hold about `share` of the older tokens. The proven ones are taken from few versions, because each
+    version has to be loaded.
 
     The choice is seeded by a hash of the batch, so a resumed run audits the same batch in the same way. No worker can
     know whether its answer will be audited, because that depends on the other answers.

@@ -406,7 +406,8 @@ class StepInProgress:
 
 
 def parts_of(samples: Sequence[Sample], count: int) -> list[list[int]]:
-    """Splits a batch, in order, into up to `count` parts of about equally many whole groups, as sample indices."""
+    """Splits a batch, in order, into up to `count` parts with about equally many whole groups; returns the sample
+    indices of each part."""
     groups = [sample.group for sample in samples]
     ids = list(dict.fromkeys(groups))
     part_of = {group: i * count // len(ids) for i, group in enumerate(ids)}

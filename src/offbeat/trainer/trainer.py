@@ -1,9 +1,9 @@
 """The training loop: claim a batch, train on it, publish the new version, commit.
 
-`Trainer._train` and `_make_step` show the order; other modules do the work. A version is on disk before its commit
-makes it known, and a checkpoint holds only state that the ledger does not have. So after a kill at any moment, a
-restart claims the same batch for the same step. A step that meets NaN or infinity, or fails otherwise, ends the run; if
-the step has made no update yet, a checkpoint saves the state before the step.
+`Trainer._train` and `_make_step` show the order; other modules do the work. A version is on disk before the commit that
+records it in the ledger, and a checkpoint holds only state that the ledger does not have. So after a kill at any
+moment, a restart claims the same batch for the same step. A step that meets NaN or infinity, or fails otherwise, ends
+the run; if the step has made no update yet, a checkpoint saves the state before the step.
 
 Checkpoints are written from a snapshot while the next step is made. A version is written in the same way if the next
 batch has already been claimed when a step ends. If not, workers are waiting for the version, so the next step waits
@@ -185,8 +185,8 @@ class Trainer:
         await self.save()
 
     async def _let_finish(self, error: BaseException) -> None:
-        """Waits until no version or checkpoint is being written, after the run has failed with `error`. Logs errors of
-        this writing, unless they are `error` itself."""
+        """Waits until no version or checkpoint is being written, after the run has failed with `error`. Logs an error
+        of this writing unless it is `error` itself."""
         for work in (self._publishing, self._saving):
             try:
                 await work.end()
@@ -354,7 +354,8 @@ class Trainer:
                 await asyncio.shield(saving)
 
     async def _claim_unless(self, stop: asyncio.Event) -> Batch | None:
-        """Waits for the next step's batch and returns it; None if `stop` is set or a checkpoint fails first."""
+        """Waits for the next step's batch and returns it; None if `stop` is set, or a checkpoint cannot be written,
+        before the batch is there."""
         ending = (stop, self._saving.failed)
         if any(event.is_set() for event in ending):
             return None

@@ -132,7 +132,8 @@ class Streams:
 SPARSE_HEADER = struct.Struct("<IIH")
 """Header of a sparse code: number of changes with a position, number of bytes of their gaps, limit (see `_limit`)."""
 MEAN_GAP_BITS = 6
-"""Number of bits that the mean gap between changes keeps; the lower bits of all gaps are stored separately."""
+"""Number of bits that remain of an average gap between changes after the low bits of all gaps are split off and stored
+separately."""
 FILLER = 255
 """Byte of a coded gap that stands for 255, to which the next byte is added; gaps of 255 or more need it."""
 MANY_LARGER = 0.25
@@ -319,8 +320,8 @@ def encode(
     new: np.ndarray, old: np.ndarray | None, dtype: str, changes: SparseChanges | None = None
 ) -> tuple[Coding, bytes]:
     """Codes a part's raw bytes `new` with the coding that is probably the smallest; returns the coding and the code.
-    `old` is the same part of the base, None without a base; `changes` are the changes from `old` to `new`, None if not
-    yet known."""
+    `old` is the same part of the base, None without a base; `changes` are the changes from `old` to `new`; None: find
+    them here."""
     item_bytes = ITEM_BYTES[dtype]
     if old is None:
         return Coding.DENSE, _encode_dense(new, item_bytes)

@@ -194,7 +194,8 @@ class PieceDownloader:
         return self.store.folder / piece_path(digest)
 
     def _put_in_place(self, part: Path, piece: PieceEntry) -> bool:
-        """Returns whether a downloaded piece has the right digest; renames it if so, and otherwise deletes it."""
+        """Moves the downloaded file `part` into the store and returns True if it holds `piece`; otherwise deletes it
+        and returns False."""
         if not _is(part.read_bytes(), piece):
             part.unlink()
             return False

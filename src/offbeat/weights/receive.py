@@ -334,8 +334,8 @@ def _num_bytes(folder: Path) -> int:
 
 
 def _put_in_place(draft: Path, digest: str, path: Path) -> bool:
-    """Returns whether a folder of whole files has the right digest; renames it to `path` if so, and otherwise deletes
-    it."""
+    """Renames `draft`, a folder of whole files, to `path` and returns True if it has the digest `digest`; otherwise
+    deletes it and returns False."""
     try:
         if folder_digest(draft) != digest:
             raise ValueError("the digest is not the published one")
