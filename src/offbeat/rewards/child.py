@@ -46,7 +46,8 @@ SHORT_SHARE = 0.25
 call may have twice as many samples."""
 MAX_ERROR_CHARS = 400
 FAR = 700
-"""First descriptor for our own pipes. User code rarely touches descriptors this high: daemons close the first 256."""
+"""Lowest file descriptor for the pipes to the pool and the log. User code rarely touches descriptors this high: daemons
+close the first 256."""
 LAST = -1
 """Position in a reward that stands for the answer's last token."""
 SET_PARENT_DEATH_SIGNAL = 1

@@ -379,7 +379,7 @@ class FailureWatch:
     more than `max_share` of the latest rewards failed, the training signal itself is unreliable."""
 
     def __init__(self, max_share: float, window: int = WINDOW, min_count: int = MIN_COUNT):
-        assert window >= 1, window
+        assert window >= 1, f"window = {window}: must be 1 or more"
         self.max_share, self.min_count = max_share, min(min_count, window)
         self._latest: deque[str | None] = deque(maxlen=window)
         self.num_failed = 0

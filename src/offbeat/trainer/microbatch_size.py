@@ -67,7 +67,8 @@ class MicrobatchSize:
                 )
             self.tokens //= 2
             log.warning(
-                "out of GPU memory: micro-batches have %d tokens from now on; the result is the same", self.tokens
+                "out of GPU memory: micro-batches have %d tokens from now on; this changes results only by rounding",
+                self.tokens,
             )
             self.on_change(self.tokens)
 

@@ -280,7 +280,7 @@ def learning_rate(step: int, lr: float, schedule: str, warmup_steps: int, num_st
         return lr
     if schedule == "linear":
         return lr * (1 - done)
-    assert schedule == "cosine", f"unknown schedule {schedule}"
+    assert schedule == "cosine", f"this is a bug: unknown learning rate schedule {schedule!r}"
     return lr * 0.5 * (1 + math.cos(math.pi * done))
 
 

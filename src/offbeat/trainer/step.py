@@ -456,7 +456,7 @@ def token_weights(
         case "constant":
             denominators = [sequences * constant] * len(masks)
         case _:
-            raise AssertionError(f"unknown aggregation {how}")
+            raise AssertionError(f"this is a bug: unknown aggregation {how!r}")
     return [mask.astype(np.float32) / count for mask, count in zip(masks, denominators, strict=True)]
 
 

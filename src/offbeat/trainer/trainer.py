@@ -66,7 +66,7 @@ class TrainerSettings:
 
 @dataclass(frozen=True)
 class StepReport:
-    """Report of a finished step. `step` counts from 0, so it is also the step of the version with which it began."""
+    """Report of a finished step. `step` counts from 0; the version with which the step began has the same `step`."""
 
     step: int
     batch: Batch
@@ -288,7 +288,7 @@ class Trainer:
             if self.saved_step == self.step:
                 return
             assert self.version is not None
-            assert self.version.step == self.step, "this is a bug: the weights to save are not published"
+            assert self.version.step == self.step, "this is a bug: weights must be published before they are saved"
             state = {**self.policy.state(), **random_states()}
             copied = await asyncio.to_thread(self._state.take, state)
             crash_here("snapshot-taken")

@@ -88,12 +88,12 @@ class Streams:
 
     def next(self, num_bytes: int) -> np.ndarray:
         if len(self.view) < HEADER.size:
-            raise CodecError(f"the code is cut short: {len(self.view)} bytes remain, a header has {HEADER.size}")
+            raise CodecError(f"the code is cut short: {len(self.view)} bytes remain, but a header has {HEADER.size}")
         (header,) = HEADER.unpack_from(self.view)
         length, compressed = divmod(header, 2)
         rest = self.view[HEADER.size :]
         if length > len(rest):
-            raise CodecError(f"the code is cut short: {len(rest)} bytes remain, its next stream has {length}")
+            raise CodecError(f"the code is cut short: {len(rest)} bytes remain, but its next stream has {length}")
         stored, self.view = rest[:length], rest[length:]
         data = self._unpacked(stored, num_bytes) if compressed else stored
         if len(data) != num_bytes:
@@ -279,7 +279,7 @@ def _without_fillers(high: np.ndarray, count: int) -> np.ndarray:
     sums = np.cumsum(high, dtype=np.int64)
     ends = high != FILLER
     if np.count_nonzero(ends) != count or not ends[-1:].all():
-        raise CodecError(f"a sparse code announces {count} changes, but does not hold the positions of exactly as many")
+        raise CodecError(f"a sparse code announces {count} changes, but holds another number of positions")
     return sums if count == high.size else sums[ends]
 
 

@@ -30,9 +30,9 @@ SLICE_BYTES = 4 * 1024 * 1024
 
 
 class Sources(Protocol):
-    """Interface to published versions, held by the coordinator, a store or peers. These need not be trusted, because
-    manifests are signed and pieces are named by their digests. `PieceMissing` means that the content is gone for good;
-    any other error may be temporary."""
+    """Source of published versions: the coordinator, a store or peers. A source need not be trusted, because manifests
+    are signed and pieces are named by their digests. `PieceMissing` means that the content is gone for good; any other
+    error may be temporary."""
 
     async def manifest(self, number: int, digest: str) -> bytes:
         """Returns the signed manifest with `digest`; if `digest` is "", one of the manifests of version `number`."""

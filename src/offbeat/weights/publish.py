@@ -93,7 +93,7 @@ class Publisher(WeightFolder):
     ):
         """With `adapter`, versions hold only the tensors of adapters. A `store` needs a `key` to sign manifests."""
         super().__init__(folder)
-        assert (store is None) == (key is None), "this is a bug: a store and a signing key go together"
+        assert (store is None) == (key is None), "this is a bug: a store needs a signing key, and a key needs a store"
         self.store, self.key, self.anchoring, self.adapter = store, key, anchoring or Anchoring(), adapter
         self._has_deltas = adapter is None and self.anchoring.every > 0
         self.figures: PublishFigures | None = None

@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 ROOT = ""
 """Name of the root (the coordinator or its store), which no receiver may have."""
 FAN_OUT = 2
-"""Most receivers that a relay should feed. Links within a site are nearly always at least twice as fast as others."""
+"""Most receivers that a relay should feed. Links within a site are nearly always at least twice as fast as links
+between sites."""
 MUCH_FASTER = 2.0
 """A receiver replaces its site's head if its rate from the root is more than this many times the head's."""
 WORTH_LEVELS = 2
@@ -41,7 +42,7 @@ class RelayTree:
     """Records from which receiver (worker) each receiver fetches weights; the caller adds and removes receivers."""
 
     def __init__(self, fan_out: int = FAN_OUT):
-        assert fan_out >= 1, fan_out
+        assert fan_out >= 1, f"fan_out = {fan_out}: must be 1 or more"
         self._fan_out = fan_out
         self._sites: dict[str, SiteTree] = {}
         self._site_of: dict[str, str] = {}
