@@ -257,7 +257,7 @@ def _check(data: bytes, number: int, version_digest: str | None, digest: str) ->
         raise ManifestError(f"version {number}: the manifest received is that of version {found.number}")
     if version_digest not in (None, found.digest):
         raise ManifestError(
-            f"version {number}: the manifest received is for weights with another digest, {found.digest[:12]}"
+            f"version {number}: the manifest received is for other weights, with digest {found.digest[:12]}"
         )
     return found
 
