@@ -208,7 +208,8 @@ def test_a_run_whose_rewards_fail_too_often_stops_and_goes_on_once_they_are_mend
     (offbeat.folder / "away").touch()
     status, _, errors = ended(process)
     assert status == 1
-    told = r"\d+ of the latest 64 rewards failed \(\d+%; reward\.max_failure_share = 0\.2\), \d+ of them with: raised: "
+    told = r"\d+ of the latest 64 rewards failed \(\d+%; reward\.max_failure_share = 0\.2\), "
+    told += r"\d+ of them with the reason: raised: "
     told += r"ConnectionError: the judge is away \(rewards\.py:\d+\); correct the cause "
     told += r"\(see runs/a/logs/rewards\.log\), then .*"
     assert re.fullmatch(told, line_after_warnings(errors)), errors

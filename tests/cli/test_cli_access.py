@@ -116,12 +116,14 @@ def test_nobody_is_there_once_the_coordinator_has_ended(folder, capsys):
 def test_no_token_is_printed_that_nobody_could_use(folder, capsys):
     end, again = ({"event": "end", "step": 3, "finished": True}, {"event": "reopen"})
     (folder / EVENTS).write_text(f"{json.dumps(end)}\n")
-    with pytest.raises(UserError, match=r"the run has finished, .* --resume .* --run.steps N goes on with it"):
+    with pytest.raises(UserError, match=r"the run has finished, .* to continue it, .* --resume .* --run.steps N"):
         run("token", folder)
     (folder / EVENTS).write_text(f"{json.dumps(end)}\n{json.dumps(again)}\n")
     assert run("token", folder) == 0
     (folder / ADDRESS).unlink()
-    with pytest.raises(UserError, match=r"no coordinator listens for workers .* --rollout.workers 1 lets them join"):
+    with pytest.raises(
+        UserError, match=r"no coordinator listens for workers .*; to let workers join, .*--rollout.workers 1"
+    ):
         run("token", folder)
     assert len(capsys.readouterr().out.splitlines()) == 1
 
@@ -186,5 +188,5 @@ def test_every_word_about_joining_reaches_the_invitation(tmp_path):
 
 def test_a_run_whose_coordinator_is_still_starting_is_told_apart_from_no_run(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="holds no ledger yet; wait until its coordinator says that it serves"):
+    with pytest.raises(UserError, match="holds no ledger yet; wait until its coordinator has started"):
         run("token", tmp_path)

@@ -106,9 +106,9 @@ def test_a_run_stops_before_the_update_and_goes_on_with_the_same_batch_as_if_not
     line = stopped("train", *QUICK, "--run.name=a")
     file = "runs/a/broken/step-00000003.batch"
     told = r"step 3: the loss is not finite \(task (\d+), token (\d+)\); its batch \(step 3, from version 2\) is kept "
-    told += rf"as {file}: offbeat replay {file} says more; --resume tries the same batch again: fix the data or the "
-    told += r"loss first, or remove runs/a/checkpoints/00000002 and resume from before it \(--from-scratch\) "
-    told += r"with a smaller optimizer\.lr"
+    told += rf"as {file}; to find the cause, run offbeat replay {file}; --resume tries the same batch again: "
+    told += r"fix the data or the loss first, or remove runs/a/checkpoints/00000002 and resume with --from-scratch "
+    told += r"and a smaller optimizer\.lr"
     task, token = map(int, re.fullmatch(told, line).groups())
     assert checkpoints() == [2]
     (event,) = events("not_finite")
@@ -175,10 +175,10 @@ def test_what_cannot_be_replayed_is_told(capsys):
         assert main(["replay", *words]) == 2
         return capsys.readouterr().err.strip().removeprefix("offbeat: ")
 
-    assert refused("x.batch").startswith("x.batch: no such file; a run that met NaN")
+    assert refused("x.batch").startswith("x.batch: no such file; give the file that")
     Path("x.batch").write_text("nothing of ours")
     assert refused("x.batch").startswith("x.batch is damaged or not a saved batch")
     Path("runs/a/broken").mkdir(parents=True)
-    assert refused("runs/a") == "runs/a is a folder; give a file broken/*.batch of a run, of which this folder has none"
+    assert refused("runs/a") == "runs/a is a folder; give a file broken/*.batch of a run; this folder has none"
     Path("runs/a/broken/step-00000003.batch").touch()
     assert refused("runs/a").endswith("such as runs/a/broken/step-00000003.batch")

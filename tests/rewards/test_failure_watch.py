@@ -18,7 +18,7 @@ def test_a_few_failures_do_not_stop_a_run():
 def test_too_large_a_share_stops_it_and_names_numbers_key_and_reason():
     verdict = watch_after([False] * 60 + [True] * 40, max_share=0.2).verdict()
     assert verdict == (
-        "40 of the latest 100 rewards failed (40%; reward.max_failure_share = 0.2), 40 of them with: timeout"
+        "40 of the latest 100 rewards failed (40%; reward.max_failure_share = 0.2), 40 of them with the reason: timeout"
     )
 
 
@@ -28,10 +28,10 @@ def test_reasons_that_differ_only_in_what_they_quote_count_together():
         watch.record(True, f"raised: ValueError: bad {n} (of 9) (rewards.py:26)")
         watch.record(True, f"raised: ValueError: bad {n} (rewards.py:{100 + n})")
         watch.record(True, "timeout: no reward within 1 s")
-    assert watch.verdict().endswith("40 of them such as: raised: ValueError: bad 39 (of 9) (rewards.py:26)")
+    assert watch.verdict().endswith("with reasons such as: raised: ValueError: bad 39 (of 9) (rewards.py:26)")
     for n in range(50):
         watch.record(True, f"value: the reward returned 'answer {n}', a str; return a finite number")
-    assert "), 50 of them such as: value: the reward returned 'answer 49', a str" in watch.verdict()
+    assert "), 50 of them with reasons such as: value: the reward returned 'answer 49', a str" in watch.verdict()
 
 
 def test_the_first_few_decide_nothing():

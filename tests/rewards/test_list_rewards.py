@@ -162,7 +162,7 @@ def test_a_sample_that_hangs_fails_alone(tmp_path):
     "returned, told",
     [
         ([1.0], "returned 1 number for 2 completions"),
-        (1.0, "1.0, a float; a reward that takes completions or completion_ids returns a list"),
+        (1.0, "1.0, a float; a reward that takes completions or completion_ids must return a list"),
         ([1.0, "yes"], "'yes', a str"),
         ([1.0, math.nan], "nan"),
     ],
@@ -233,7 +233,7 @@ def test_what_only_trls_trainer_has_is_refused_at_the_start(tmp_path):
     def reward(completions, trainer_state):
         return []
 
-    with pytest.raises(UserError, match="nothing is passed as 'trainer_state'"):
+    with pytest.raises(UserError, match="only TRL's trainer passes 'trainer_state'"):
         check(tmp_path, reward, sample("2"))
 
 

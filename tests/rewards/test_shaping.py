@@ -47,13 +47,13 @@ def test_what_an_answer_loses_for_its_length_is_one_more_part_of_training_alone(
 
 def test_a_weight_of_a_part_that_no_reward_gives_is_refused_by_its_key():
     shaping = Shaping({"breif": 0.5})
-    with pytest.raises(UserError, match=r"^reward\.weights\.breif = 0\.5: no reward gave .*did you mean 'brief'\?$"):
+    with pytest.raises(UserError, match=r"^reward\.weights\.breif = 0\.5: when .* none gave .*did you mean 'brief'\?$"):
         shaping.check_names({"right", "brief"})
     Shaping({"brief": 0.5}).check_names({"right", "brief"})
 
 
 def test_a_part_may_not_be_named_like_the_penalty_where_there_is_one():
-    with pytest.raises(UserError, match=r"^reward\.overlong_tokens = 4: a reward gives a part named 'overlong' itself"):
+    with pytest.raises(UserError, match=r"^reward\.overlong_tokens = 4: a reward gives a part named 'overlong', as"):
         Shaping(max_new_tokens=8, overlong_tokens=4).check_names({"overlong"})
     Shaping().check_names({"overlong"})
 
@@ -72,13 +72,13 @@ def test_a_reward_may_be_a_number_numbers_by_name_or_numbers_with_a_position_and
     ("returned", "told"),
     [
         ([], "an empty list"),
-        ([1.0], r"a list with 1\.0; its entries are \(position, value, name\)"),
-        ([(0, 1.0)], "a list with .*; its entries are"),
-        ([(-2, 1.0, "a")], "a position from 0 on, or -1 for the last token"),
-        ([(True, 1.0, "a")], "its entries are"),
-        ([(0.5, 1.0, "a")], "its entries are"),
-        ([(0, 1.0, 2)], "its entries are"),
-        (["abc"], "its entries are"),
+        ([1.0], r"a list with 1\.0; its entries must be \(position, value, name\)"),
+        ([(0, 1.0)], "a list with .*; its entries must be"),
+        ([(-2, 1.0, "a")], "a position of 0 or more, or -1 for the last token"),
+        ([(True, 1.0, "a")], "its entries must be"),
+        ([(0.5, 1.0, "a")], "its entries must be"),
+        ([(0, 1.0, 2)], "its entries must be"),
+        (["abc"], "its entries must be"),
         ([(0, float("nan"), "a")], "nan as 'a' at 0; return a finite number"),
         ([(0, "1", "a")], "'1' as 'a' at 0, a str; return a finite number"),
     ],

@@ -41,7 +41,7 @@ def test_number_compares_values_not_spelling():
 def test_a_missing_or_unreadable_answer_is_a_failure_and_not_reward_0():
     with pytest.raises(ValueError, match="needs an answer"):
         exact("x", None)
-    with pytest.raises(ValueError, match="needs a number in the answer"):
+    with pytest.raises(ValueError, match="needs a number in the problem's answer"):
         number("1", "one")
     with pytest.raises(ValueError, match="needs an answer"):
         number("1", None)

@@ -134,5 +134,7 @@ def test_a_model_without_an_output_layer_is_refused():
         def get_output_embeddings(self):
             return None
 
-    with pytest.raises(UserError, match=r'^loss\.advantage = "gae": Bare has no output layer; choose another'):
+    with pytest.raises(
+        UserError, match=r'^loss\.advantage = "gae" needs a model with an output layer, but Bare has none'
+    ):
         ValueHead(Bare())

@@ -280,7 +280,7 @@ def test_while_a_kept_manifest_cannot_be_read_everything_older_stays(tmp_path, c
         os.utime(path, (1.0, 1.0))
     collect(store, [4], decode)
     assert held(store) == ([1, 2, 3, 4, 6], {1, 2, 3, 4, 6})
-    assert "version 3 and all it may need stay" in caplog.text
+    assert "version 3 and all versions that it may need stay" in caplog.text
     spoilt.write_bytes(whole)
     collect(store, [6], decode)
     assert held(store) == ([6], {6})

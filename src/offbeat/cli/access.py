@@ -112,13 +112,13 @@ def _check_joinable(folder: Path) -> None:
     """Raises `UserError` if no worker could use a token for the run."""
     if has_finished(folder):
         raise UserError(
-            f"{folder}: the run has finished, so nobody can join it; offbeat train --resume {folder} --run.steps N "
-            "goes on with it"
+            f"{folder}: the run has finished, so nobody can join it; to continue it, run offbeat train --resume "
+            f"{folder} --run.steps N"
         )
     if not (folder / ADDRESS).is_file():
         raise UserError(
-            f"{folder}: no coordinator listens for workers (the run is one process, or is still starting); once it has "
-            f"ended, offbeat train --resume {folder} --rollout.workers 1 lets them join"
+            f"{folder}: no coordinator listens for workers (the run is one process, or is still starting); to let "
+            f"workers join, wait until it has ended, then run offbeat train --resume {folder} --rollout.workers 1"
         )
 
 
@@ -126,7 +126,7 @@ def _ledger(folder: Path, *, read_only: bool = False) -> Ledger:
     file = folder / "ledger.sqlite"
     if not file.is_file():
         if (folder / "config.json").is_file():
-            raise UserError(f"{folder} holds no ledger yet; wait until its coordinator says that it serves")
+            raise UserError(f"{folder} holds no ledger yet; wait until its coordinator has started")
         raise UserError(f"{folder} holds no ledger; give the folder of a run, such as runs/NAME")
     from offbeat.ledger.ledger import Ledger
 

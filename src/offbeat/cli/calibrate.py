@@ -29,9 +29,11 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--out", metavar="FILE", required=True, help="file to write constants or measurements to")
     parser.add_argument("--quick", action="store_true", help="measure few sizes, in seconds")
     parser.add_argument("--accelerator", metavar="NAME", help="name of this GPU; without it, the name torch reports")
-    parser.add_argument("--tflops", type=float, help="dense peak of this machine; without it, looked up or measured")
-    parser.add_argument("--memory-gb", type=float, help="memory of this machine; likewise")
-    parser.add_argument("--bandwidth-tb-s", type=float, help="bandwidth of its memory; likewise")
+    parser.add_argument("--tflops", type=float, help="dense peak in TFLOP/s; without it, looked up or measured")
+    parser.add_argument("--memory-gb", type=float, help="memory in GB; without it, looked up or measured")
+    parser.add_argument(
+        "--bandwidth-tb-s", type=float, help="memory bandwidth in TB/s; without it, looked up or measured"
+    )
     parser.epilog = "The constants are for offbeat plan --constants."
 
 

@@ -57,7 +57,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _mistakes(config: Config) -> list[str]:
-    """Returns the errors that `offbeat train` would raise; does not check the model, the run's name or log sinks."""
+    """Returns the messages of the errors that `offbeat train` would raise; does not check the model, the run's name or
+    log sinks."""
     from offbeat.cli.preview import check
     from offbeat.launch.engine_parts import check_engine
     from offbeat.model.loading import TINY

@@ -33,9 +33,15 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         target = Path(folder) if Path.cwd() == here else here / folder
         step = export_run(path, target, adapter_alone=arguments.adapter)
     if arguments.adapter:
-        print(f"{folder}: the adapter of {source} after {step} steps, for peft and vLLM; it needs model.path")
+        print(
+            f"{folder}: the adapter of {source} after {step} steps, for peft and vLLM; load it together with the "
+            "model at the run's model.path"
+        )
         return 0
     print(f"{folder}: the model of {source} after {step} steps; try offbeat eval {folder} {source}")
     if adapter := adapter_folder(source):
-        print(f"{adapter}: its adapter, already merged in; for a copy: offbeat export {source} DIR --adapter")
+        print(
+            f"{adapter}: the adapter that is merged into this model; to copy it, run offbeat export {source} DIR "
+            "--adapter"
+        )
     return 0

@@ -59,7 +59,7 @@ HELP_WORDS = ("-h", "--help", "help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit status; `argv` None: the command of this process."""
+    """Runs the command in `argv` (None: in `sys.argv`) and returns its exit status."""
     extras.owns_process = argv is None
     spin_briefly()
     words = list(sys.argv[1:] if argv is None else argv)

@@ -76,7 +76,7 @@ def _check_words(arguments: argparse.Namespace) -> None:
         for name in ("budget", "throughput", "frontier", "explain", "json"):
             value = getattr(arguments, name)
             if value is not None and value is not False:
-                raise UserError(f"--{name} and --verify do not go together; a saved plan keeps its own aim and output")
+                raise UserError(f"--{name} and --verify do not go together; --verify only checks a saved plan")
 
 
 def _plan(arguments: argparse.Namespace, inventory: Inventory, workload: Workload, constants: Constants) -> int:

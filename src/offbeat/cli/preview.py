@@ -46,7 +46,7 @@ def preview(
     given: Config | None = None,
 ) -> list[str]:
     """Returns the first lines of --dry-run: the keys that differ from their defaults, and a summary of the run, see
-    `summarise`. `given` is the configuration before its engine was chosen, if it was."""
+    `summarise`. `given` is the configuration before an engine was chosen for it; None: same as `config`."""
     what = f"would resume {resume}" if resume else f"would start a run in {config.run.dir}/{config.run.name or ''}"
     return [what, *_settings(given or config), "", *summarise(config, num_parameters, num_held_out)]
 

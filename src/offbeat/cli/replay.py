@@ -33,10 +33,10 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     file = _latest(chosen_run(None)) if arguments.file is None else Path(arguments.file)
     if file.is_dir():
         kept = sorted((file / "broken").glob("*.batch"))
-        there = f"such as {kept[-1]}" if kept else "of which this folder has none"
-        raise UserError(f"{file} is a folder; give a file broken/*.batch of a run, {there}")
+        there = f", such as {kept[-1]}" if kept else "; this folder has none"
+        raise UserError(f"{file} is a folder; give a file broken/*.batch of a run{there}")
     if not file.is_file():
-        raise UserError(f"{file}: no such file; a run that met NaN or infinity printed the file that it kept")
+        raise UserError(f"{file}: no such file; give the file that a run named when it met NaN or infinity")
     from offbeat.tools.replay import replay
 
     done = replay(file, arguments.device, arguments.model)
@@ -50,7 +50,7 @@ def _latest(run: Path) -> Path:
     """Returns the file of the latest batch that a run kept because of NaN or infinity."""
     kept = sorted((run / "broken").glob("*.batch"))
     if not kept:
-        raise UserError(f"{run}: has met no NaN or infinity, so there is no step to replay")
+        raise UserError(f"{run}: has kept no batch with NaN or infinity, so there is no step to replay")
     return kept[-1]
 
 

@@ -37,7 +37,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--best", metavar="N", type=int, help="the N with the highest reward; of equal ones, different prompts first"
     )
-    parser.add_argument("--worst", metavar="N", type=int, help="the N with the lowest reward, likewise")
+    parser.add_argument(
+        "--worst", metavar="N", type=int, help="the N with the lowest reward; of equal ones, different prompts first"
+    )
     parser.add_argument("--train", action="store_true", help="training answers (the default for lists)")
     parser.add_argument("--eval", action="store_true", help="evaluation answers; with --train, both")
     parser.add_argument(
@@ -111,7 +113,7 @@ def _chosen(arguments: argparse.Namespace) -> tuple[str, int]:
     if len(asked) > 1:
         raise UserError(f"--{asked[0]} and --{asked[1]} do not go together; give one of --last, --best and --worst")
     if arguments.failed and asked and asked[0] != "last":
-        raise UserError(f"--{asked[0]} and --failed do not go together; an answer that failed has no reward")
+        raise UserError(f"--{asked[0]} and --failed do not go together; an answer whose reward failed has none")
     name = asked[0] if asked else "last"
     count = given[name] if asked else NUM_ROWS
     if count < 1:
@@ -153,7 +155,7 @@ HEAD = (
     *("prompt", "right answer", "response"),
 )
 NUM_TEXTS = 3
-"""Number of columns with texts, which are the last ones of `HEAD`."""
+"""Number of columns with texts; these are the last columns of `HEAD`."""
 FAILURE = "why it failed"
 """Head of the additional last column in a list of failed answers."""
 
@@ -184,13 +186,13 @@ def _nothing(ledger: Ledger, which: TrajectoryFilter) -> str:
     at = "" if which.step is None else f" at step {which.step}"
     said = f"no {kind}answers{at}" + (" with these filters" if any(vars(which)[name] for name in FILTERS[1:]) else "")
     if which == TrajectoryFilter("train") and ledger.list_trajectories(1, which=TrajectoryFilter("eval")):
-        return f"{said} yet; --eval lists those of evaluations"
+        return f"{said} yet; --eval lists evaluation answers"
     return said if at or which != TrajectoryFilter(which.purpose) else f"{said} yet"
 
 
 def _table(rows: Sequence[Sequence[str]], num_texts: int) -> list[str]:
-    """Returns aligned columns if each row fits into a line of the screen. Otherwise, each of a row's texts, its last
-    `num_texts` cells, has a line of its own below the figures."""
+    """Returns aligned columns if each row fits into a line of the screen. Otherwise, a row takes several lines: first
+    its figures, then one line for each of its texts, the last `num_texts` cells."""
     width = shutil.get_terminal_size((120, 24)).columns
     if sum(widths := _widths(rows)) + 2 * (len(widths) - 1) <= width:
         return [_aligned(row, widths) for row in rows]

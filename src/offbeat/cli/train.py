@@ -120,8 +120,7 @@ def _supervise(
 
 def _dry_run(given: Config, config: Config, choice: Choice | None, resume: Path | None) -> int:
     """Checks everything that needs no GPU. Prints a summary of the run, what was checked, and every mistake found. A
-    missing device or engine does not stop the other checks. `given` is the configuration before its engine was
-    chosen."""
+    missing device or engine does not stop the other checks. `config` is `given` with an engine chosen."""
     import asyncio
 
     from offbeat.cli.preview import preview

@@ -46,7 +46,8 @@ SHORT_SHARE = 0.25
 call may have twice as many samples."""
 MAX_ERROR_CHARS = 400
 FAR = 700
-"""First descriptor for our own pipes. User code rarely touches descriptors this high: daemons close the first 256."""
+"""Lowest file descriptor for the pipes to the pool and the log. User code rarely touches descriptors this high: daemons
+close the first 256."""
 LAST = -1
 """Position in a reward that stands for the answer's last token."""
 SET_PARENT_DEATH_SIGNAL = 1
@@ -192,8 +193,9 @@ class RewardServer:
         self, name: str, reward: ListReward, samples: Sequence[Mapping[str, Any]], first: int
     ) -> tuple[list[wire.RewardAnswer], bool]:
         """Judges samples in one call and returns their answers, numbered from `first`. If the call raises, each answer
-        is an error. Also returns whether to call again with fewer samples, so that fewer of them fail. That is no use
-        if the reward did not return a list with a value for each sample: the reward itself is wrong then."""
+        is an error. Also returns whether the samples should be judged again one by one, so that fewer of them fail.
+        This is False after a success. It is also False if the reward did not return a list with a value for each
+        sample, because then the reward is wrong and not a sample."""
         self.progress.begin(len(samples))
         try:
             value = reward.function(**reward.arguments(samples))
@@ -284,9 +286,7 @@ class ListReward:
         self._required = [p.name for p in named if p.default is p.empty]
         for name in self._required:
             if name in NOT_PASSED:
-                raise UserError(
-                    f"{label}: nothing is passed as {name!r}, which only TRL's trainer has; remove this parameter"
-                )
+                raise UserError(f"{label}: only TRL's trainer passes {name!r}, Offbeat does not; remove this parameter")
 
     def arguments(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
         rows = [{"answer": sample["answer"], **sample["info"]} for sample in samples]
@@ -310,7 +310,7 @@ class ListReward:
         if not isinstance(value, list | tuple):
             raise NoList(
                 f"the reward returned {_shown(value)}, {a_kind(value)}; a reward that takes "
-                f"{' or '.join(LISTS)} returns a list with a number for each of them"
+                f"{' or '.join(LISTS)} must return a list with a number for each completion"
             )
         if len(value) != count:
             numbers = "1 number" if len(value) == 1 else f"{len(value)} numbers"
@@ -320,8 +320,8 @@ class ListReward:
         return [[] if entry is None else [(_finite(entry, ""), "reward", LAST)] for entry in values]
 
     def hint(self, error: BaseException, sample: Mapping[str, Any]) -> str:
-        """Returns the end of a message about an `error` that the function raised: the form of completions, if the
-        function may have expected another."""
+        """Returns text to append to the message about `error`, which the function raised. The text names the form of
+        completions if the function may have expected another one; otherwise it is empty."""
         if not isinstance(error, MISTAKEN_FORM):
             return ""
         if isinstance(sample["prompt"], str):
@@ -345,7 +345,7 @@ def parts_of(value: Any) -> list[tuple[float, str, int]]:
     numbers by name, or a list of (position, value, name)."""
     if isinstance(value, list | tuple):
         if not value:
-            raise BadValue("the reward returned an empty list; return a number, or (position, value, name) for each")
+            raise BadValue("the reward returned an empty list; return a number, or a list of (position, value, name)")
         return [_positioned(entry) for entry in value]
     if not isinstance(value, Mapping):
         return [(_finite(value, ""), "reward", LAST)]
@@ -362,8 +362,8 @@ def _positioned(entry: Any) -> tuple[float, str, int]:
         case [Integral() as position, number, str() as name] if type(position) is not bool and int(position) >= LAST:
             return _finite(number, f" as {name!r} at {position}"), name, int(position)
     raise BadValue(
-        f"the reward returned a list with {_shown(entry)}; its entries are (position, value, name), with a position "
-        "from 0 on, or -1 for the last token"
+        f"the reward returned a list with {_shown(entry)}; its entries must be (position, value, name), with a "
+        "position of 0 or more, or -1 for the last token"
     )
 
 

@@ -1,4 +1,4 @@
-"""Starts a reward process and, once that ends, kills all processes that it has started.
+"""Starts a reward process; when the reward process ends, kills all processes that were started from it.
 
     guard LIFELINE OWNER COMMAND ...     COMMAND gets the guard's process id as its last argument
 

@@ -29,13 +29,14 @@ from offbeat.trajectory import Reward, reward_problem
 OneReward = str | Callable[..., Any]
 """Name of a built-in reward, `module:function`, `file.py:function`, or a function."""
 RewardSpec = OneReward | Mapping[str, OneReward]
-"""A reward, or a mapping of names to rewards whose values are added up. Each of them gives a part with its name."""
+"""A reward, or a mapping of names to rewards whose values are added up. Each reward of a mapping gives a part with its
+name."""
 START_S = 120.0
 """Time limit for the start of a process; a user's module may import a lot."""
 MAX_PIECE = 64
 """Largest number of samples in one message to a process; an async function judges all of them concurrently."""
 MAX_LOSSES = 3
-"""A sample fails after this many processes were lost with it, even if another sample may have caused the losses."""
+"""A sample fails after this many processes died or hung with it, even if another sample may have been the cause."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ WRONG_VALUE = "value: "
 
 
 def is_wrong_value(error: str) -> bool:
-    """Whether an error means that the function returned something other than a reward; then the log adds nothing."""
+    """Whether `error` says that the function returned something other than a reward. The log has no traceback for
+    it."""
     return error.startswith(WRONG_VALUE)
 
 
@@ -99,7 +101,7 @@ class _Job:
     sample: RewardInput
     num_losses: int = 0
     alone: bool = False
-    """Whether the sample must be judged alone, because it may have brought a process down."""
+    """Whether the sample must be judged alone, because a process died or hung while it had this sample."""
 
 
 class RewardPool:
@@ -362,13 +364,14 @@ def _result(answer: RewardAnswer) -> RewardResult:
 WINDOW = 512
 """Number of latest rewards that `FailureWatch` counts: a few steps of a small run, to notice a broken reward soon."""
 MIN_COUNT = 64
-"""Number of rewards to count before `FailureWatch` may stop a run, because three failures among ten may be chance. A
-smaller window only has to be full."""
+"""Number of rewards to count before `FailureWatch` may stop a run, because three failures among ten may be chance. If
+the window is smaller than this, it only has to be full."""
 MAX_REASON_CHARS = 300
 RAISED = re.compile(r"(raised: [\w.]+).*( \([^()]*:\d+\))", re.DOTALL)
-"""Matches the reason of a reward that raised. The groups are the exception's type, and the file and line at the end."""
+"""Matches the error of a reward function that raised an exception. The groups are the exception's type, and the file
+and line at the end."""
 DETAIL = re.compile(r"'[^']*'|\"[^\"]*\"|\d+(\.\d+)?")
-"""Matches the parts of other reasons that may differ from answer to answer: quoted text and numbers."""
+"""Matches what may differ from answer to answer in the text of any other error: quoted text and numbers."""
 
 
 class FailureWatch:
@@ -376,7 +379,7 @@ class FailureWatch:
     more than `max_share` of the latest rewards failed, the training signal itself is unreliable."""
 
     def __init__(self, max_share: float, window: int = WINDOW, min_count: int = MIN_COUNT):
-        assert window >= 1, window
+        assert window >= 1, f"window = {window}: must be 1 or more"
         self.max_share, self.min_count = max_share, min(min_count, window)
         self._latest: deque[str | None] = deque(maxlen=window)
         self.num_failed = 0
@@ -403,7 +406,7 @@ class FailureWatch:
             if reason is not None:
                 alike.setdefault(_kind_of(reason), []).append(reason)
         most = max(alike.values(), key=len)
-        how = "with" if len(set(most)) == 1 else "such as"
+        how = "with the reason" if len(set(most)) == 1 else "with reasons such as"
         return (
             f"{self.num_failed} of the latest {count} rewards failed ({self.share:.0%}; "
             f"reward.max_failure_share = {self.max_share:g}), {len(most)} of them {how}: {most[-1][:MAX_REASON_CHARS]}"
@@ -456,13 +459,13 @@ class Shaping:
         for name in sorted(self.given_names):
             if name not in names:
                 raise UserError(
-                    f"reward.weights.{name} = {self.weights[name]:g}: no reward gave a part of that name when it was "
-                    f"tried; {suggest(name, sorted(names))}"
+                    f"reward.weights.{name} = {self.weights[name]:g}: when the rewards were tried, none gave a part of "
+                    f"that name; {suggest(name, sorted(names))}"
                 )
         if self.overlong_tokens and OVERLONG in names:
             raise UserError(
-                f"reward.overlong_tokens = {self.overlong_tokens}: a reward gives a part named {OVERLONG!r} itself; "
-                "rename that part, or set reward.overlong_tokens = 0"
+                f"reward.overlong_tokens = {self.overlong_tokens}: a reward gives a part named {OVERLONG!r}, as the "
+                "penalty for long answers is named; rename that part, or set reward.overlong_tokens = 0"
             )
 
 

@@ -96,9 +96,9 @@ class RewardLog:
 
 
 GRACE_S = 2.0
-"""Seconds that the pool adds to a deadline in two cases: until the process has begun the first sample of a message,
-because the machine may be busy; and where samples are judged together (`RewardsLoaded.in_turn` is False), because an
-async function's process enforces the deadline itself."""
+"""Seconds that the pool adds to a deadline in two cases. Until the process has begun the first sample of a message,
+they are added because the machine may be busy. Where samples are judged together (`RewardsLoaded.in_turn` is False),
+they are added because an async function's process enforces the deadline itself."""
 EXIT_S = 5.0
 """Longest wait for a killed process to end; this takes milliseconds unless the machine is overloaded."""
 

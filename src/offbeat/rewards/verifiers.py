@@ -38,7 +38,7 @@ def exact(response: str, answer: str | None) -> float:
 def number(response: str, answer: str | None) -> float:
     wanted = last_number(_known(answer, "number"))
     if wanted is None:
-        raise ValueError(f"the reward 'number' needs a number in the answer, but {answer!r} holds none")
+        raise ValueError(f"the reward 'number' needs a number in the problem's answer, but {answer!r} holds none")
     return float(last_number(response) == wanted)
 
 
@@ -69,7 +69,7 @@ def load_math() -> Function:
             # Its own time limits need signals; the process's deadline replaces them.
             gold_of[text] = math_verify.parse(marked, parsing_timeout=None)
         if not gold_of[text]:
-            raise ValueError(f"math-verify cannot read the answer {text!r}")
+            raise ValueError(f"math-verify cannot read the problem's answer {text!r}")
         found = math_verify.parse(response, parsing_timeout=None)
         return float(math_verify.verify(gold_of[text], found, timeout_seconds=None))
 

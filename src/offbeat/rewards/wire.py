@@ -29,7 +29,8 @@ OTHER_NAMES = {
     **dict.fromkeys(("token_ids", "ids"), "tokens"),
     **dict.fromkeys(("row", "columns", "extra_info"), "info"),
 }
-"""Names that reward functions elsewhere have for these parameters, for hints."""
+"""Names of parameters in reward functions of other libraries, and the parameter here that each corresponds to; for
+hints in messages."""
 
 
 class Setup(msgspec.Struct, tag=True):
@@ -96,7 +97,7 @@ _from_process = msgspec.msgpack.Decoder(Ready | RewardRefused | Answers)
 
 
 class Junk(ValueError):
-    """Bytes from a pipe are not a message of this protocol."""
+    """Raised for bytes from a pipe that are not a message of this protocol."""
 
 
 def frame(message: Setup | Work | Ready | RewardRefused | Answers) -> bytes:

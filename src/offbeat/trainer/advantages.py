@@ -78,7 +78,7 @@ def _checked(advantage: Advantage, samples: Sequence[Sample], recalls_siblings: 
     found = np.asarray(advantage(np.array(rewards, np.float64), np.array(prompts, np.int64)), np.float32)
     if found.shape != (len(rewards),):
         raise UserError(
-            f"loss.advantage returned shape {found.shape} for {len(rewards)} answers; return one number for each"
+            f"loss.advantage returned shape {found.shape} for {len(rewards)} answers; return one number for each answer"
         )
     return found[: len(samples)]
 
@@ -101,9 +101,10 @@ def leave_one_out(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
 def siblings_normalised(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """(reward - mean reward of the group's other members) / (std + 1e-6); std is the group's sample standard deviation.
 
-    For runs that train on answers before all answers to the prompt are known. The scale of these advantages does not
-    depend on how many answers are known. GRPO subtracts the mean of all known answers, the answer itself included. With
-    two known answers, that halves the advantage. Short answers are known first, so GRPO would weaken them."""
+    For runs that train on an answer before all answers to its prompt have rewards. The scale of these advantages does
+    not depend on the number of rewards so far. GRPO subtracts the mean of all rewards so far, including the answer's
+    own. With two rewards, that halves the advantage. Short answers get their rewards first, so GRPO would weaken
+    them."""
     return _by_group(rewards, groups, lambda values: _normalised(values) * len(values) / (len(values) - 1))
 
 
@@ -157,8 +158,9 @@ def estimate(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the GAE advantages and the returns (the value head's targets) of one response, one number per token.
 
-    Only tokens in `mask`, which are trained on, are actions; others get 0. A reward at a token outside `mask` (given by
-    an environment, or too old) is credited to the trained token before it. The value after the last token is 0.
+    Only tokens where `mask` is True, those trained on, are actions; other tokens get 0 in both results. A reward at a
+    token outside `mask` (given by an environment, or too old) is credited to the trained token before it. The value
+    after the last token is 0.
     """
     advantages, returns = np.zeros(len(rewards), np.float32), np.zeros(len(rewards), np.float32)
     carried, next_value, earned = 0.0, 0.0, 0.0

@@ -3,10 +3,10 @@
 A packed row holds many sequences, with a shared prompt only once (see `packing`). The attention is registered with
 transformers under `NAME`; a model that uses it must be called with `layout=`, a `RowLayout`.
 
-There are two forms. On NVIDIA GPUs in half precision, torch's variable-length flash attention reads queries where they
-lie in the row. A prompt's keys and values are repeated for each answer, its queries are not. Everywhere else, and for
-soft-capped scores and attention sinks, sequences of similar length (a bucket) are gathered from the row and padded on
-the right. They go through causal attention, which hides the padding without a mask, and are put back into the row.
+Attention has two forms. On NVIDIA GPUs in half precision, torch's variable-length flash attention reads queries where
+they lie in the row. A prompt's keys and values are repeated for each answer, its queries are not. Everywhere else, and
+for soft-capped scores and attention sinks, sequences of similar length (a bucket) are gathered from the row and padded
+on the right. They go through causal attention, which hides the padding without a mask, and are put back into the row.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def takes_varlen(query: Tensor, value: Tensor) -> bool:
 
 @cache
 def varlen_kernel() -> Callable[..., Any] | None:
-    """Returns torch's attention for sequences of uneven length; None if torch is too old to have it, or to support
+    """Returns torch's attention for sequences of uneven length; None if this release of torch lacks it, or lacks
     windows in it. The import takes a second."""
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -98,8 +98,8 @@ def varlen_kernel() -> Callable[..., Any] | None:
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, layout: Varlen, scale: float, window: int | None) -> Tensor:
-    """Computes attention without padding. The kernel aligns the last query of each run (a prompt or the rest of a
-    response) with the run's last key, so its causal mask hides exactly the later keys."""
+    """Computes attention without padding. The kernel aligns the last query of each run (a prompt, or a response without
+    its last token) with the run's last key, so its causal mask hides from each query exactly the later keys."""
     attend = varlen_kernel()
     assert attend is not None
     keys, values = (_Repeated.apply(states[0].transpose(0, 1), layout) for states in (key, value))
@@ -119,8 +119,9 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, layout: Varlen, scale: fl
 
 
 class _Repeated(torch.autograd.Function):
-    """Returns `states` of a row, (row, heads, dim), at the row positions in `Varlen.keys`, which repeat prompts. The
-    backward pass adds up a repeated position's gradients in a fixed order, so equal input gives equal bits."""
+    """Returns the entries of `states`, (row, heads, dim), at the row positions in `Varlen.keys`; these repeat a
+    prompt's positions for each of its responses. The backward pass adds up a repeated position's gradients in a fixed
+    order, so equal input gives equal bits."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, layout: Varlen) -> Tensor:

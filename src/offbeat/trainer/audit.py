@@ -74,7 +74,7 @@ def audit(
     over its compared tokens exceeds `max_gap`, or if one of its segments looks forged.
 
     `now` holds the trainer's log-probs of all response tokens at the start of the step, one sample after the other.
-    They are compared for fresh tokens, which were sampled from the same weights. `witnessed` holds for each sample the
+    They are used only for fresh tokens, which were sampled from the same weights. `witnessed` holds for each sample the
     log-probs of its older tokens under the weights that sampled them: NaN where not computed, None if nowhere computed.
     """
     owner = np.repeat(np.arange(len(samples)), [sample.num_tokens for sample in samples])
@@ -115,7 +115,8 @@ def witness(
 ) -> dict[int, np.ndarray]:
     """Computes the log-probs of older tokens under the versions that sampled them; `choose` picks about `share` of the
     tokens. Returns arrays by sample index, with one entry per response token: NaN for tokens that were not picked.
-    `weights_of` returns a version's weights file, or None if it was not kept; its tokens are then not compared."""
+    `weights_of` returns a version's weights file, or None if the file was not kept; then the version's tokens are not
+    compared."""
     found: dict[int, np.ndarray] = {}
     files = {number: file for number in _num_stale(samples) if (file := weights_of(number)) is not None}
     for number, chosen in choose(samples, share, files):
@@ -143,11 +144,12 @@ def _logprobs(
 
 
 def choose(samples: Sequence[Sample], share: float, at_hand: Mapping[int, object]) -> Iterator[tuple[int, list[int]]]:
-    """Chooses older tokens to audit. Yields pairs: a version, and the indices of the samples whose tokens of this
-    version are to be compared. The keys of `at_hand` are the versions whose weights are available.
+    """Chooses older tokens to audit. Yields pairs: a version's number, and the indices of the samples whose tokens of
+    this version are to be compared. The keys of `at_hand` are the versions whose weights are available.
 
-    With `share` 0, no tokens are chosen. Otherwise all samples that are not `is_proven` are chosen, and other samples
-    with about `share` of the older tokens. These come from few versions, because each version has to be loaded.
+    With `share` 0, no tokens are chosen. Otherwise all samples that are not `is_proven` are chosen, and enough of the
+    proven ones to hold about `share` of the older tokens. The proven ones are taken from few versions, because each
+    version has to be loaded.
 
     The choice is seeded by a hash of the batch, so a resumed run audits the same batch in the same way. No worker can
     know whether its answer will be audited, because that depends on the other answers.
@@ -209,7 +211,11 @@ class Witnesses(WeightFolder):
             link_folder(version.path, self.path(version.number))
         except OSError as error:
             shutil.rmtree(self.path(version.number), ignore_errors=True)
-            log.warning("version %d cannot be kept for audits: %s", version.number, error)
+            log.warning(
+                "tokens of version %d will not be audited, because its weights cannot be kept: %s",
+                version.number,
+                error,
+            )
 
     def file(self, number: int) -> Path | None:
         """Returns the file with the tensors of version `number`; None if the version is not kept."""

@@ -1,4 +1,4 @@
-"""Checkpoints: master weights, optimizer moments, random state and step, but nothing that the ledger knows.
+"""Checkpoints: master weights, optimizer moments, random state and step, but nothing that is in the ledger.
 
 If an adapter is trained, only the adapter and the digest of its base are saved. Loading with another base or another
 kind of adapter is refused.
@@ -61,8 +61,8 @@ class Checkpoints:
 
     def save(self, step: int, version: int, state: Mapping[str, Tensor], *, keeps_all: bool = False) -> Path:
         """Writes a checkpoint and returns its folder. Then deletes all but the latest `self.keep` checkpoints, or none
-        with `keeps_all`. If the disk is full, the draft is removed and earlier checkpoints stay intact. The random
-        states are those in `state`, as `random_states` returns them, or else the present ones."""
+        with `keeps_all`. If the disk is full, the draft is removed and earlier checkpoints stay intact. Random states
+        that are missing from `state` are saved as they are now."""
         final = self.folder / f"{step:08d}"
         draft = final.with_name(f".{final.name}.draft")
         try:
@@ -172,7 +172,9 @@ def _other_adapter(saved: dict[str, str] | None, now: dict[str, str] | None) -> 
         return None
     if saved is None or now is None:
         was, is_now = ("all weights", "an adapter") if saved is None else ("an adapter", "all weights")
-        return f"the checkpoint holds {was}, but {is_now} would be trained; set model.lora_rank to what it was"
+        return (
+            f"the checkpoint holds {was}, but {is_now} would be trained; set model.lora_rank back to its earlier value"
+        )
     before, after = json.loads(saved["config"]), json.loads(now["config"])
     for key, name in (("r", "lora_rank"), ("lora_alpha", "lora_alpha"), ("target_modules", "lora_targets")):
         if before.get(key) != after.get(key):
@@ -182,7 +184,10 @@ def _other_adapter(saved: dict[str, str] | None, now: dict[str, str] | None) -> 
             f"the adapter belongs to a model with digest {saved['base'][:12]}, but model.path has {now['base'][:12]}; "
             "use the model that the run began with, in the same dtype"
         )
-    return "the checkpoint's adapter has another configuration; use the version of Offbeat that wrote it"
+    return (
+        "the adapter of the checkpoint and that of the run differ in configuration; use the version of Offbeat that "
+        "wrote the checkpoint"
+    )
 
 
 def _damaged(file: Path) -> UserError:

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 MAX_VARIANTS = 64
-"""Largest number of variants of one function that torch may compile. Its default of 8 is too small for models with
+"""Largest number of variants of one function that torch may compile. Torch's default of 8 is too small for models with
 layers of many kinds."""
 
 
@@ -55,7 +55,8 @@ def undo_compile(model: PreTrainedModel) -> None:
 
 
 def uncompiled(is_compiled: bool) -> AbstractContextManager[object]:
-    """Returns a context in which layers run without their compiled code; one that does nothing if not `is_compiled`."""
+    """Returns a context in which compiled layers run uncompiled. If `is_compiled` is False, the context does
+    nothing."""
     return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
 
 

@@ -65,7 +65,8 @@ class HostAdamW(torch.optim.AdamW):
         outward.synchronize()  # whoever reads the moments next reads them on the host
 
     def _chunks(self, group: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor, tuple[Tensor, Tensor], Tensor]]:
-        """Adds 1 to each parameter's update count ("step"); yields weights, gradient, moments and count by chunks."""
+        """Adds 1 to each parameter's update count ("step"); yields its weights, gradient, moments and count in
+        chunks."""
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
@@ -78,7 +79,7 @@ class HostAdamW(torch.optim.AdamW):
                 yield flat[0][part], flat[1][part], (moments[0][part], moments[1][part]), state["step"]
 
     def new_state(self, parameter: Tensor) -> dict[str, Any]:
-        """Gives a parameter moments of 0, in host memory, and returns its state."""
+        """Creates and returns the optimizer state of `parameter`, with moments of 0 in host memory."""
         state: dict[str, Any] = self.state[parameter]
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         state["exp_avg"], state["exp_avg_sq"] = pinned_zeros(parameter), pinned_zeros(parameter)

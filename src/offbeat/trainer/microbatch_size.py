@@ -36,7 +36,8 @@ PROBES = (1024, 3072)
 SAFE_SHARE = 0.9
 """Share of the free memory to plan with; the rest is for fragmentation and for larger needs than were measured."""
 LATER_BYTES, LATER_BYTES_WITHOUT_MOMENTS = 12, 4
-"""Bytes per trained parameter that are not yet allocated when the size is measured: a gradient and two moments."""
+"""Bytes per trained parameter that are not yet allocated when the size is measured: a gradient and two moments; if the
+moments are in host memory, only a gradient."""
 
 
 @dataclass
@@ -66,7 +67,8 @@ class MicrobatchSize:
                 )
             self.tokens //= 2
             log.warning(
-                "out of GPU memory: micro-batches have %d tokens from now on; the result is the same", self.tokens
+                "out of GPU memory: micro-batches have %d tokens from now on; this changes results only by rounding",
+                self.tokens,
             )
             self.on_change(self.tokens)
 
@@ -81,7 +83,7 @@ def measured(policy: Policy, num_taken_bytes: int, longest: int) -> int:
     per_token = max((needed[1] - needed[0]) / (PROBES[1] - PROBES[0]), 1.0)
     constant = max(needed[0] - per_token * PROBES[0], 0.0)
     found = memory_bytes(policy.device)
-    assert found is not None, "micro-batches are measured on GPUs alone"
+    assert found is not None, "this is a bug: the size of micro-batches is measured only on GPUs"
     free, total = found
     per_parameter = LATER_BYTES_WITHOUT_MOMENTS if isinstance(policy.optimizer, HostAdamW) else LATER_BYTES
     num_later = per_parameter * sum(master.numel() for master in policy.masters)

@@ -53,7 +53,8 @@ class FailedStepDump:
     """Number of the version with whose weights the step began."""
     lr: float
     tensor: str
-    """What is not finite, in words. This field, `sample`, `token` and `num_updates` are copied from the `NotFinite`."""
+    """What was not finite, in words, such as "the loss". This field, `sample`, `token` and `num_updates` are copied
+    from the `NotFinite`."""
     sample: int | None
     token: int | None
     num_updates: int
@@ -80,7 +81,7 @@ class FailedStep:
         content = FailedStepDump(FORMAT, self.batch, version.number, self.lr, *found, self.config)
         try:
             self.file = save(folder, content, version.path)
-            self._kept = f"is kept as {self.file}: offbeat replay {self.file} says more"
+            self._kept = f"is kept as {self.file}; to find the cause, run offbeat replay {self.file}"
         except OSError as problem:
             self._kept = f"could not be kept in {folder}: {problem.strerror}"
 
@@ -111,8 +112,8 @@ class FailedStep:
         is_only = checkpoints.steps() == [saved_step]
         return (
             "--resume tries the same batch again: fix the data or the loss first, or remove "
-            f"{checkpoints.folder / f'{saved_step:08d}'} and resume from before it"
-            f"{' (--from-scratch)' if is_only else ''} with a smaller optimizer.lr"
+            f"{checkpoints.folder / f'{saved_step:08d}'} and resume "
+            f"{'with --from-scratch' if is_only else 'from the checkpoint before it'} and a smaller optimizer.lr"
         )
 
 
@@ -133,7 +134,9 @@ def save(folder: Path, dump: FailedStepDump, weights: Path) -> Path:
     try:
         link_folder(weights, weights_of(file))
     except OSError as error:
-        log.warning("%s: the weights of the failed step could not be kept: %s", file, error)
+        log.warning(
+            "%s: the weights with which the failed step began could not be kept beside this file: %s", file, error
+        )
     write_atomic(file, zstandard.compress(msgspec.msgpack.encode(dump, enc_hook=_to_wire)))
     return file
 
@@ -148,7 +151,8 @@ def read(file: Path) -> FailedStepDump:
         form = msgspec.msgpack.decode(packed, type=dict)["format"]
         if form != FORMAT:
             raise UserError(
-                f"{file} has format {form}; this Offbeat reads format {FORMAT}; use the Offbeat that wrote it"
+                f"{file} has format {form}, this Offbeat reads format {FORMAT}; use the version of Offbeat that wrote "
+                "the file"
             )
         return msgspec.msgpack.decode(packed, type=FailedStepDump, dec_hook=_from_wire)
     except OSError as error:
@@ -162,10 +166,10 @@ def read(file: Path) -> FailedStepDump:
 
 
 def _to_wire(value: Any) -> Any:
-    assert isinstance(value, np.ndarray), f"this is a bug: a batch holds a {type(value).__name__}"
+    assert isinstance(value, np.ndarray), f"this is a bug: cannot write a {type(value).__name__} to a dump"
     return array_to_wire(value)
 
 
 def _from_wire(kind: type, value: Any) -> Any:
-    assert kind is np.ndarray, f"this is a bug: a batch holds a {kind.__name__}"
+    assert kind is np.ndarray, f"this is a bug: cannot read a {kind.__name__} from a dump"
     return array_from_wire(**value)

@@ -38,7 +38,8 @@ class OutputHead:
     scale: float = 1.0
     softcap: float | None = None
     gradient_of: Callable[[Tensor], Tensor | None] = lambda weight: weight
-    """Function from a weight to the float32 tensor whose `grad` receives the weight's gradient; None: not trained."""
+    """Returns, for a weight, the float32 tensor whose `grad` receives the weight's gradient; None if it is not
+    trained."""
     fuses: bool = False
     """Whether to compile the operations on logits; compiled, they read the logits once instead of six times."""
 

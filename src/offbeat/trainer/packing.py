@@ -58,8 +58,10 @@ class Sample:
 
     def __post_init__(self) -> None:
         lengths = {len(self.response), len(self.logprobs), len(self.mask), len(self.ages)}
-        assert len(lengths) == 1, f"group {self.group}: tokens, log-probs and mask disagree in length: {lengths}"
-        assert len(self.prompt) > 0, f"group {self.group}: the prompt is empty; it must have a token"
+        assert len(lengths) == 1, (
+            f"group {self.group}: tokens, log-probs, mask and staleness differ in length: {lengths}"
+        )
+        assert len(self.prompt) > 0, f"group {self.group}: the prompt is empty; it must have at least one token"
 
     @property
     def prompt_id(self) -> int:
@@ -140,12 +142,13 @@ def _has_old_kv(segment: Segment) -> bool:
 
 
 BUCKET_RATIO = 0.6
-"""Least length of a bucket's shortest sequence, as a share of its longest sequence; bounds the padding in attention."""
+"""Smallest allowed ratio of a bucket's shortest sequence to its longest one; bounds the padding in attention."""
 
 
 @dataclass(frozen=True)
 class Varlen:
-    """Row layout for attention kernels that take sequences of uneven length: no padding, and queries stay in the row.
+    """Row layout for attention kernels that take sequences of uneven length: without padding, and without copied
+    queries.
 
     The row is cut into runs: each run is a prompt, or a response without its last token. The queries of a response
     attend to the keys of its prompt and to its own keys. So a prompt's keys are repeated for each response.

@@ -280,7 +280,7 @@ def learning_rate(step: int, lr: float, schedule: str, warmup_steps: int, num_st
         return lr
     if schedule == "linear":
         return lr * (1 - done)
-    assert schedule == "cosine", f"unknown schedule {schedule}"
+    assert schedule == "cosine", f"this is a bug: unknown learning rate schedule {schedule!r}"
     return lr * 0.5 * (1 + math.cos(math.pi * done))
 
 
@@ -378,7 +378,8 @@ class ValueHead:
         output = model.get_output_embeddings()
         if output is None:
             raise UserError(
-                f'loss.advantage = "gae": {type(model).__name__} has no output layer; choose another advantage'
+                f'loss.advantage = "gae" needs a model with an output layer, but {type(model).__name__} has none; '
+                "choose another advantage"
             )
         self.linear = torch.nn.Linear(output.weight.shape[1], 1, device=output.weight.device)
         torch.nn.init.zeros_(self.linear.weight)
@@ -391,7 +392,7 @@ class ValueHead:
 
     def values(self) -> Tensor:
         """Returns the values at the positions whose logits the last forward pass computed; call once per pass."""
-        assert self._hidden is not None, "the value head has seen no forward pass"
+        assert self._hidden is not None, "this is a bug: values were asked for, but there was no forward pass"
         hidden, self._hidden = self._hidden, None  # frees the activations
         return self.linear(hidden.float()).squeeze(-1)
 

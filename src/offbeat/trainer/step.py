@@ -4,9 +4,10 @@ The batch is split by whole groups, in order, into `updates_per_step` parts; eac
 denominators are fixed before its first micro-batch. With one update and no value head, the log-probs at the start of
 the step are those of the forward pass that computes the loss. Otherwise an additional forward pass computes them.
 
-A sample whose log-probs do not fit its version is not trained on (`offbeat.trainer.audit`). A sample with advantage 0
-skips the backward pass, unless a KL term, a value head or a user's loss gives it a gradient. It still counts in metrics
-and denominators. NaN or infinity raises `NotFinite` before the update that it would affect.
+A sample is not trained on if its log-probs differ too much from those of the version that it names
+(`offbeat.trainer.audit`). A sample with advantage 0 skips the backward pass, unless a KL term, a value head or a user's
+loss gives it a gradient. It still counts in metrics and denominators. NaN or infinity raises `NotFinite` before the
+update that it would affect.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class StepSettings:
     tokens_per_microbatch: int = 16384
     advantage: Advantage = group_normalised
     recalls_siblings: bool = False
-    """Whether baselines include the rewards of siblings, answers to the same prompt, that are not in the batch."""
+    """Whether baselines include the rewards of answers to the same prompt that are not in the batch (siblings)."""
     gae: GaeSettings | None = None
     """Settings for advantages from a value head; None: use `advantage`."""
     policy_loss: PolicyLoss = clip
@@ -64,8 +65,8 @@ class StepSettings:
     kl_coef: float = 0.0
     divergence: Divergence = k3
     max_sample_gap: float | None = None
-    """Audits leave out a sample if the log-probs of engine and trainer differ by more than this, as the mean absolute
-    difference over its compared tokens. None: no audit."""
+    """Largest mean absolute difference between the log-probs of engine and trainer over a sample's audited tokens. A
+    sample above it is not trained on. None: no audit."""
     audit_share: float = 0.0
     """Share of older tokens to audit: the trainer recomputes their log-probs with the version that sampled them."""
 
@@ -153,9 +154,9 @@ class StepMetrics:
     """Share of samples with an advantage other than 0 at any token."""
     value_loss: float | None = None
     left_out: tuple[int, ...] = ()
-    """Indices of samples that were not trained on, because their log-probs do not fit the versions that they name."""
+    """Indices of the samples that were not trained on, because they failed the audit."""
     compared: tuple[SegmentFinding, ...] = ()
-    """Segments whose reported log-probs were compared with those that the trainer computed with the same version."""
+    """Results of the audit, one for each segment with a compared token."""
     by_staleness: dict[str, StalenessMetrics] = field(default_factory=dict)
 
     def row(self) -> dict[str, float]:
@@ -195,7 +196,8 @@ class StepInProgress:
         self.pending: list[tuple[Microbatch, dict[str, Tensor]]] = []
         """Micro-batches of the current update, each with named sums and checks that are still on the device."""
         self.places: dict[tuple[int, ...], tuple[tuple[int, int], ...]] = {}
-        """`Findings.places` of the audit of each micro-batch, by the indices of the micro-batch's samples."""
+        """Place of each audited segment (see `Findings.places`), for each micro-batch. Keys are the indices of the
+        micro-batch's samples."""
 
     def begin(self, parts: Sequence[Sequence[int]]) -> None:
         """Computes the advantages. With several updates or a value head, first computes the log-probs and values at the
@@ -209,7 +211,8 @@ class StepInProgress:
         )
 
     def _record_start(self, parts: Sequence[Sequence[int]]) -> None:
-        """Stores all samples' log-probs and, with a value head, values, as they are before the step's first update."""
+        """Computes and stores the log-probs of all samples before the step's first update; with a value head, also the
+        values."""
         for part in parts:
             for batch in self._microbatches(part):
                 found = self.policy.infer(batch)
@@ -403,7 +406,8 @@ class StepInProgress:
 
 
 def parts_of(samples: Sequence[Sample], count: int) -> list[list[int]]:
-    """Splits a batch, in order, into up to `count` parts of about equally many whole groups, as sample indices."""
+    """Splits a batch, in order, into up to `count` parts with about equally many whole groups; returns the sample
+    indices of each part."""
     groups = [sample.group for sample in samples]
     ids = list(dict.fromkeys(groups))
     part_of = {group: i * count // len(ids) for i, group in enumerate(ids)}
@@ -452,7 +456,7 @@ def token_weights(
         case "constant":
             denominators = [sequences * constant] * len(masks)
         case _:
-            raise AssertionError(f"unknown aggregation {how}")
+            raise AssertionError(f"this is a bug: unknown aggregation {how!r}")
     return [mask.astype(np.float32) / count for mask, count in zip(masks, denominators, strict=True)]
 
 

@@ -1,15 +1,15 @@
 """The training loop: claim a batch, train on it, publish the new version, commit.
 
-`Trainer._train` and `_make_step` show the order; other modules do the work. A version is on disk before its commit
-makes it known, and a checkpoint holds only state that the ledger does not have. So after a kill at any moment, a
-restart claims the same batch for the same step. A step that meets NaN or infinity, or fails otherwise, ends the run; if
-the step has made no update yet, a checkpoint saves the state before the step.
+`Trainer._train` and `_make_step` show the order; other modules do the work. A version is on disk before the commit that
+records it in the ledger, and a checkpoint holds only state that the ledger does not have. So after a kill at any
+moment, a restart claims the same batch for the same step. A step that meets NaN or infinity, or fails otherwise, ends
+the run; if the step has made no update yet, a checkpoint saves the state before the step.
 
 Checkpoints are written from a snapshot while the next step is made. A version is written in the same way if the next
-batch is already there when a step ends. If not, workers are waiting for the version, so it is written at once. At most
-one checkpoint and one version are being written at a time. The ledger sees the same calls in the same order as without
-overlap: a batch is claimed after the commit of the step before last, versions are committed one after the other, and a
-checkpoint is begun after the commit of its version.
+batch has already been claimed when a step ends. If not, workers are waiting for the version, so the next step waits
+until it is written. At most one checkpoint and one version are being written at a time. The ledger sees the same calls
+in the same order as without overlap: a batch is claimed after the commit of the step before last, versions are
+committed one after the other, and a checkpoint is begun after the commit of its version.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class TrainerSettings:
 
 @dataclass(frozen=True)
 class StepReport:
-    """Report of a finished step. `step` counts from 0, so it is also the step of the version with which it began."""
+    """Report of a finished step. `step` counts from 0; the version with which the step began has the same `step`."""
 
     step: int
     batch: Batch
@@ -88,7 +88,7 @@ class Behind:
         self._task: asyncio.Task[None] | None = None
 
     def begin(self, work: Coroutine[Any, Any, None]) -> None:
-        assert self._task is None or self._task.done(), "this is a bug: the work before was not waited for"
+        assert self._task is None or self._task.done(), "this is a bug: earlier work is still running"
         self._task = asyncio.create_task(self._do(work))
 
     async def _do(self, work: Coroutine[Any, Any, None]) -> None:
@@ -140,8 +140,8 @@ class Trainer:
 
     async def start(self, *, from_scratch: bool = False) -> int:
         """Takes over the run from the latest checkpoint, or from the initial model if there is none, and publishes
-        these weights; returns the next step, counted from 0. `from_scratch` lets a trainer without a checkpoint undo
-        the whole run, of which another trainer may have checkpoints."""
+        these weights; returns the next step, counted from 0. `from_scratch` allows a trainer without a checkpoint to
+        undo the whole run, although another trainer may have checkpoints of it."""
         steps = self.checkpoints.steps()
         if steps and from_scratch:
             raise UserError(
@@ -185,8 +185,8 @@ class Trainer:
         await self.save()
 
     async def _let_finish(self, error: BaseException) -> None:
-        """Waits until no version or checkpoint is being written, after the run has failed with `error`. Logs errors of
-        this writing, unless they are `error` itself."""
+        """Waits until no version or checkpoint is being written, after the run has failed with `error`. Logs an error
+        of this writing unless it is `error` itself."""
         for work in (self._publishing, self._saving):
             try:
                 await work.end()
@@ -212,8 +212,8 @@ class Trainer:
         return self.settings.checkpoint_every > 0 and self.step % self.settings.checkpoint_every == 0
 
     async def _make_step(self, batch: Batch) -> StepReport:
-        """Trains on a batch, publishes the new version, and commits the step at the coordinator; returns its report.
-        If the next batch is already there, publishing and committing may continue in the background."""
+        """Trains on a batch, publishes the new version, and commits the step at the coordinator; returns its report. If
+        the next batch has already been claimed, publishing and committing may continue in the background."""
         assert self.version is not None
         lr, num_updates = self.settings.learning_rate(self.step), self.policy.num_updates
         with self.span("train"):
@@ -288,7 +288,7 @@ class Trainer:
             if self.saved_step == self.step:
                 return
             assert self.version is not None
-            assert self.version.step == self.step, "this is a bug: the weights to save are not published"
+            assert self.version.step == self.step, "this is a bug: weights must be published before they are saved"
             state = {**self.policy.state(), **random_states()}
             copied = await asyncio.to_thread(self._state.take, state)
             crash_here("snapshot-taken")
@@ -347,14 +347,15 @@ class Trainer:
             raise
 
     async def _save_undisturbed(self) -> None:
-        """Saves a checkpoint and ignores cancellations meanwhile; each part of the run that fails sends another."""
+        """Saves a checkpoint and ignores cancellations until it is saved; each part of the run that fails sends one."""
         saving = asyncio.ensure_future(self.save())
         while not saving.done():
             with suppress(asyncio.CancelledError):
                 await asyncio.shield(saving)
 
     async def _claim_unless(self, stop: asyncio.Event) -> Batch | None:
-        """Waits for the next step's batch and returns it; None if `stop` is set or a checkpoint fails first."""
+        """Waits for the next step's batch and returns it; None if `stop` is set, or a checkpoint cannot be written,
+        before the batch is there."""
         ending = (stop, self._saving.failed)
         if any(event.is_set() for event in ending):
             return None
@@ -397,8 +398,8 @@ class Trainer:
         number = self.step + 1  # as in the metrics, which count from 1
         if gap > settings.max_logprob_gap:
             log.warning(
-                "step %d: log-probs of engine and trainer differ by %.3g on fresh tokens, over loss.max_logprob_gap: "
-                "compare model.dtype with the engine's dtype",
+                "step %d: the log-probs of engine and trainer differ by %.3g on average for tokens of the latest "
+                "version, more than loss.max_logprob_gap allows; compare model.dtype with the engine's dtype",
                 number,
                 gap,
             )
@@ -407,7 +408,10 @@ class Trainer:
         is_audited = settings.step.max_sample_gap is not None  # if not (paced engine), tokens come from no weights
         if is_audited and share > MAX_CLAMPED_SHARE:
             log.warning(
-                "step %d: %.2g %% of tokens have a log-ratio beyond the clamp; lower optimizer.lr", number, 100 * share
+                "step %d: the log-probs of %.2g %% of the tokens have changed so much since sampling, or within the "
+                "step, that their log-ratio is clamped; lower optimizer.lr",
+                number,
+                100 * share,
             )
             self.event("clamped", step=number, share=share, limit=MAX_CLAMPED_SHARE)
 

@@ -41,7 +41,8 @@ GetPiece = Callable[[str], bytes | memoryview]
 
 
 class AssemblyStep(NamedTuple):
-    """Change of a part (up to 16 MiB of a tensor) by one manifest; `piece` is the digest of the piece with its code."""
+    """Change of a part (up to 16 MiB of a tensor) by one manifest; `piece` is the digest of the piece that holds the
+    coded change."""
 
     piece: str
     part: Part

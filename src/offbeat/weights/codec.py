@@ -88,12 +88,12 @@ class Streams:
 
     def next(self, num_bytes: int) -> np.ndarray:
         if len(self.view) < HEADER.size:
-            raise CodecError(f"the code is cut short: {len(self.view)} bytes remain, a header has {HEADER.size}")
+            raise CodecError(f"the code is cut short: {len(self.view)} bytes remain, but a header has {HEADER.size}")
         (header,) = HEADER.unpack_from(self.view)
         length, compressed = divmod(header, 2)
         rest = self.view[HEADER.size :]
         if length > len(rest):
-            raise CodecError(f"the code is cut short: {len(rest)} bytes remain, its next stream has {length}")
+            raise CodecError(f"the code is cut short: {len(rest)} bytes remain, but its next stream has {length}")
         stored, self.view = rest[:length], rest[length:]
         data = self._unpacked(stored, num_bytes) if compressed else stored
         if len(data) != num_bytes:
@@ -132,16 +132,17 @@ class Streams:
 SPARSE_HEADER = struct.Struct("<IIH")
 """Header of a sparse code: number of changes with a position, number of bytes of their gaps, limit (see `_limit`)."""
 MEAN_GAP_BITS = 6
-"""Number of bits that the mean gap between changes keeps; the lower bits of all gaps are stored separately."""
+"""Number of bits that remain of an average gap between changes after the low bits of all gaps are split off and stored
+separately."""
 FILLER = 255
 """Byte of a coded gap that stands for 255, to which the next byte is added; gaps of 255 or more need it."""
 MANY_LARGER = 0.25
-"""Smallest share of large changes (by more than 1, as integers) among all changes with which a limit is considered (see
-`_limit`). In normally distributed weights the share is smaller. It is larger in quantised weights and with small
+"""A limit (see `_limit`) is considered only if at least this share of all changes is large, that is, by more than 1 as
+integers. In normally distributed weights the share is smaller. It is larger in quantised weights and with small
 learning rates, and then most of the large changes are near zero."""
 NEAR_QUANTILE = 0.75
-"""Quantile from which `_limit` computes the limit: the limit is just above this quantile of the old bits, without sign,
-of the elements that changed by more than 1."""
+"""`_limit` sets the limit just above this quantile of the old bits, without the sign, of the elements that changed by
+more than 1."""
 MIN_NEAR_CHANGED = 0.6
 """Smallest share of changed elements among those below the limit (see `_limit`); with less, no limit is used."""
 SIZE_BITS = 0x7FFF
@@ -218,8 +219,8 @@ def decode_sparse(view: memoryview, old: np.ndarray) -> np.ndarray:
 
 
 def _limit(changes: SparseChanges, sizes: np.ndarray, old_items: np.ndarray) -> int:
-    """Chooses the threshold of a sparse code. The code stores the difference of every element whose old bits, without
-    the sign, are below the threshold, changed or not, so these elements need no positions. Returns 0 for none."""
+    """Returns the limit of a sparse code; 0: none. The code stores the difference of every element whose old bits,
+    without the sign, are below the limit, even if the element did not change. So these elements need no positions."""
     larger = changes.positions[sizes > 1]
     if larger.size < MANY_LARGER * sizes.size:
         return 0
@@ -278,7 +279,7 @@ def _without_fillers(high: np.ndarray, count: int) -> np.ndarray:
     sums = np.cumsum(high, dtype=np.int64)
     ends = high != FILLER
     if np.count_nonzero(ends) != count or not ends[-1:].all():
-        raise CodecError(f"a sparse code announces {count} changes, but does not hold the positions of exactly as many")
+        raise CodecError(f"a sparse code announces {count} changes, but holds another number of positions")
     return sums if count == high.size else sums[ends]
 
 
@@ -319,8 +320,8 @@ def encode(
     new: np.ndarray, old: np.ndarray | None, dtype: str, changes: SparseChanges | None = None
 ) -> tuple[Coding, bytes]:
     """Codes a part's raw bytes `new` with the coding that is probably the smallest; returns the coding and the code.
-    `old` is the same part of the base, None without a base; `changes` are the changes from `old` to `new`, None if not
-    yet known."""
+    `old` is the same part of the base, None without a base; `changes` are the changes from `old` to `new`; None: find
+    them here."""
     item_bytes = ITEM_BYTES[dtype]
     if old is None:
         return Coding.DENSE, _encode_dense(new, item_bytes)
@@ -343,7 +344,7 @@ def decode(coding: Coding, data: Any, old: np.ndarray | None, num_bytes: int, dt
     if coding is Coding.DENSE:
         return _decode_dense(view, num_bytes, item_bytes)
     if old is None or old.size != num_bytes:
-        found = "no base" if old is None else f"a base's part of {old.size}"
+        found = "no base" if old is None else f"a base's part of {old.size} bytes"
         raise CodecError(f"coding {coding.value} needs a base's part of {num_bytes} bytes and was given {found}")
     if coding is Coding.SAME:
         if len(view):

@@ -73,11 +73,15 @@ def _read(store: PieceStore, times: Times, decode: Callable[[bytes], Manifest]) 
             continue  # deleted by another collection
         except PieceDamaged as error:
             log.warning(
-                "version %d and all it may need stay in the store; its manifest is damaged: %s", entry[0], error
+                "version %d and all versions that it may need stay in the store, because its manifest is damaged: %s",
+                entry[0],
+                error,
             )
             found.unreadable.add(entry[0])
         except ManifestError as error:
-            log.warning("version %d and its pieces stay in the store; its manifest is not trusted: %s", entry[0], error)
+            log.warning(
+                "version %d and its pieces stay in the store, because its manifest is not trusted: %s", entry[0], error
+            )
             try:
                 found.foreign.append(Manifest.decode(sealed.partition(b"\n")[0]))
             except ManifestError:

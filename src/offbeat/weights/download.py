@@ -30,9 +30,9 @@ SLICE_BYTES = 4 * 1024 * 1024
 
 
 class Sources(Protocol):
-    """Interface to published versions, held by the coordinator, a store or peers. These need not be trusted, because
-    manifests are signed and pieces are named by their digests. `PieceMissing` means that the content is gone for good;
-    any other error may be temporary."""
+    """Source of published versions: the coordinator, a store or peers. A source need not be trusted, because manifests
+    are signed and pieces are named by their digests. `PieceMissing` means that the content is gone for good; any other
+    error may be temporary."""
 
     async def manifest(self, number: int, digest: str) -> bytes:
         """Returns the signed manifest with `digest`; if `digest` is "", one of the manifests of version `number`."""
@@ -56,7 +56,7 @@ class StoreSources:
             return self._store.get_manifest(number, digest)
         found = sorted(entry for entry in self._store.list_manifests() if entry[0] == number)
         if not found:
-            raise PieceMissing(f"the store has no manifest of version {number}, which may have been deleted")
+            raise PieceMissing(f"the store has no manifest of version {number}; the version may have been deleted")
         # Two trainers may have published the same number. The caller repeats the call until it gets the right one.
         entry = self._anchor_deltas_last(found)[self._num_asked[number] % len(found)]
         self._num_asked[number] += 1
@@ -194,7 +194,8 @@ class PieceDownloader:
         return self.store.folder / piece_path(digest)
 
     def _put_in_place(self, part: Path, piece: PieceEntry) -> bool:
-        """Returns whether a downloaded piece has the right digest; renames it if so, and otherwise deletes it."""
+        """Moves the downloaded file `part` into the store and returns True if it holds `piece`; otherwise deletes it
+        and returns False."""
         if not _is(part.read_bytes(), piece):
             part.unlink()
             return False
@@ -245,9 +246,8 @@ class PieceDownloader:
 
 
 def _check(data: bytes, number: int, version_digest: str | None, digest: str) -> Manifest:
-    """Decodes the manifest `data`. Raises `ManifestError` if it belongs to another version than `number`. Raises it
-    also if that version's digest is not `version_digest` (None: any), or the manifest's own is not `digest` ("":
-    any)."""
+    """Decodes and returns the manifest `data`. Raises `ManifestError` if it is not of version `number`, if the
+    version's digest is not `version_digest` (None: any), or if the manifest's own digest is not `digest` ("": any)."""
     if digest and manifest_digest(data) != digest:
         raise ManifestError(
             f"version {number}: the manifest has digest {manifest_digest(data)[:12]}, not {digest[:12]}"
@@ -257,7 +257,7 @@ def _check(data: bytes, number: int, version_digest: str | None, digest: str) ->
         raise ManifestError(f"version {number}: the manifest received is that of version {found.number}")
     if version_digest not in (None, found.digest):
         raise ManifestError(
-            f"version {number}: the manifest received belongs to other weights, digest {found.digest[:12]}"
+            f"version {number}: the manifest received is for other weights, with digest {found.digest[:12]}"
         )
     return found
 

@@ -100,7 +100,7 @@ class Guests:
                 self._hashes = frozenset(await self._ask())
             self._answered_s = self._clock()
         except (OffbeatError, OSError) as error:  # TimeoutError is an OSError
-            log.info("the coordinator did not give the keys of peers: %s: %s", type(error).__name__, error)
+            log.info("the coordinator did not send the list of accepted keys: %s: %s", type(error).__name__, error)
 
 
 class PeerServer:
@@ -123,7 +123,7 @@ class PeerServer:
         if not beyond_loopback and not is_loopback(host):
             raise UserError(
                 f"--peer-address {host}: keys and weights would cross the network in the clear; add --allow-plain "
-                "within a private network, or listen on 127.0.0.1 and tunnel it"
+                "within a private network, or listen on 127.0.0.1 and tunnel the connections"
             )
         self._store, self._limits, self._admits = store, limits or PeerLimits(), admits
         self._expects, self._num_arrived = expects, arrived

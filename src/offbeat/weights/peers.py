@@ -82,7 +82,7 @@ class Ranking:
         self._records: dict[str, SourceRecord] = {ROOT: SourceRecord()}
 
     def use(self, peers: Sequence[str]) -> None:
-        """Sets the peers and their order; keeps the records of peers that were known before."""
+        """Sets the peers and their order. A peer that was already in use keeps its record of rate and failures."""
         self._peers = list(dict.fromkeys(peers))
         self._records = {url: self._records.get(url) or SourceRecord() for url in (*self._peers, ROOT)}
 
@@ -254,8 +254,8 @@ class PeerSources:
         """Bytes of pieces received, by source; "" is the root."""
 
     def use(self, keys: Mapping[str, str]) -> None:
-        """Replaces the known peers. `keys` maps the address of each to the key to show to it. Peers are asked in this
-        order, before the root, unless `Ranking` moves one back."""
+        """Replaces the peers. `keys` maps the address of each peer to the key to show to that peer. Peers are asked in
+        the order of `keys`, before the root, unless `Ranking` moves one back."""
         self._keys = dict(keys)
         self._ranking.use(list(keys))
 
@@ -300,7 +300,7 @@ class PeerSources:
 
     def _blame(self, url: str, error: Exception) -> None:
         if isinstance(error, PieceDamaged):
-            log.warning("%s sent bytes that do not match the digest it was asked for", url or "the root")
+            log.warning("%s sent bytes that do not have the requested digest", url or "the root")
             self._ranking.damaged(url)
         elif isinstance(error, PeerSlow):
             self._ranking.was_slow(url, error.bytes_per_s)

@@ -2,8 +2,8 @@
 
 A piece is named by the digest of its bytes and never changes; a manifest by its version's number and its own digest.
 
-Guarantees: a name has its whole content or does not exist. Pieces survive a power cut once `sync` returns, and a
-manifest once `put_manifest` returns, so a durable manifest never names a piece that is not durable. Reading a whole
+Guarantees: a piece or manifest is in the store whole or not at all. Pieces survive a power cut once `sync` returns, and
+a manifest once `put_manifest` returns, so a durable manifest never names a piece that is not durable. Reading a whole
 piece returns the bytes that were put, or raises. Putting the same content again is harmless, and repairs a copy that
 the disk has damaged. A crash leaves at most files that no manifest names.
 """
@@ -45,7 +45,9 @@ URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free space there"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "check who may write there"),
-    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "a file is in its way: move it, or give another folder"),
+    **dict.fromkeys(
+        (errno.EEXIST, errno.ENOTDIR), "a file is in its way: move the file, or choose another folder for the store"
+    ),
 }
 """Advice to the user, by the error number (errno) of a disk error."""
 
@@ -262,7 +264,10 @@ def piece_path(digest: str) -> str:
 
 def manifest_path(number: int, digest: str) -> str:
     if number < 0 or not DIGEST.fullmatch(digest):
-        raise PieceMissing(f"version {number}, digest {digest[:80]!r}: no manifest can have this name")
+        raise PieceMissing(
+            f"version {number}, digest {digest[:80]!r}: no manifest can have this name; a number is 0 or more, "
+            "a digest has 64 hex digits"
+        )
     return f"{MANIFESTS}/{number:08d}-{digest}.json"
 
 
@@ -319,7 +324,7 @@ PUT_AT = ("LastModified", "last_modified", "mtime", "updated", "created")
 """Names under which stores report when an object was put, in fsspec's information about it."""
 FULL = ("insufficientstorage", "insufficient storage", "storagefull", "quotaexceeded", "(507)")
 """Words in the error messages of a full store."""
-PAST_END = "the object is shorter"
+PAST_END = "the object is shorter than the requested range"
 UNKNOWN_CALLER = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "TokenRetrievalError"}
 
 T = TypeVar("T")

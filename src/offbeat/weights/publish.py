@@ -93,7 +93,7 @@ class Publisher(WeightFolder):
     ):
         """With `adapter`, versions hold only the tensors of adapters. A `store` needs a `key` to sign manifests."""
         super().__init__(folder)
-        assert (store is None) == (key is None), "this is a bug: a store and a signing key go together"
+        assert (store is None) == (key is None), "this is a bug: a store needs a signing key, and a key needs a store"
         self.store, self.key, self.anchoring, self.adapter = store, key, anchoring or Anchoring(), adapter
         self._has_deltas = adapter is None and self.anchoring.every > 0
         self.figures: PublishFigures | None = None
@@ -153,7 +153,8 @@ class Publisher(WeightFolder):
         return Version(number, step, parent, manifest.digest, self.path(number), name)
 
     def _adapter_base_of(self, adapter: Adapter, number: int, step: int, parent: int | None) -> Base:
-        """Returns the record of the adapters' base weights. If a store lacks these, puts them there."""
+        """Returns the record of the adapters' base weights. If there is a store without these weights, puts them there
+        first."""
         if self.store is None or self.key is None:
             return Base(number, adapter.base)
         if self._adapter_base is None and parent is not None:
@@ -191,8 +192,8 @@ class Publisher(WeightFolder):
     def _code(
         self, tensors: Mapping[str, Tensor], places: Mapping[str, Stored], base: BaseFile | None, file: BinaryIO | None
     ) -> Packing:
-        """Codes all tensors in one pass, writes them to `file` (None: nowhere), and puts pieces into the store, if
-        any."""
+        """Codes all tensors in one pass, as changes since `base` (None: in full). Writes their bytes to `file` (None:
+        nowhere) and, if there is a store, puts the pieces there."""
         packing, coder = Packing(), Coder(file, with_codes=self.store is not None)
         parts = cut(tensors, places, {} if base is None else base.like(places))
         with closing(in_parallel(coder.code, parts)) as coded:

@@ -209,7 +209,8 @@ class Receiver:
             return path
         if manifest is None and self._copy is None:
             raise OffbeatError(
-                f"version {number} was published without a manifest; run the same version of Offbeat everywhere"
+                f"version {number} was published without a manifest, so this machine cannot fetch it; run the same "
+                "version of Offbeat on all machines"
             )
         figures = ReceiveFigures(number)
         try:
@@ -244,7 +245,12 @@ class Receiver:
         except WeightsError as error:
             if base is None:
                 raise
-            log.warning("version %d is assembled again, without its base %s: %s", manifest.number, base.name, error)
+            log.warning(
+                "version %d is assembled again from a full version, because its base %s may be damaged: %s",
+                manifest.number,
+                base.name,
+                error,
+            )
             self.cache.invalidate(base)
         chain, _ = await self._chain(manifest, may_use_local=False)
         await self._apply(chain, None, path, figures)
@@ -328,8 +334,8 @@ def _num_bytes(folder: Path) -> int:
 
 
 def _put_in_place(draft: Path, digest: str, path: Path) -> bool:
-    """Returns whether a folder of whole files has the right digest; renames it to `path` if so, and otherwise deletes
-    it."""
+    """Renames `draft`, a folder of whole files, to `path` and returns True if it has the digest `digest`; otherwise
+    deletes it and returns False."""
     try:
         if folder_digest(draft) != digest:
             raise ValueError("the digest is not the published one")

@@ -19,12 +19,13 @@ from dataclasses import dataclass, replace
 ROOT = ""
 """Name of the root (the coordinator or its store), which no receiver may have."""
 FAN_OUT = 2
-"""Most receivers that a relay should feed. Links within a site are nearly always at least twice as fast as others."""
+"""Most receivers that a relay should feed. Links within a site are nearly always at least twice as fast as links
+between sites."""
 MUCH_FASTER = 2.0
 """A receiver replaces its site's head if its rate from the root is more than this many times the head's."""
 WORTH_LEVELS = 2
-"""Least number of levels by which a move that shortens a path must shorten it. Each level delays a receiver by about
-the time of one piece."""
+"""A receiver is moved to shorten its path to the root only if the path becomes shorter by at least this many levels.
+Each level delays a receiver by about the time of one piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class RelayTree:
     """Records from which receiver (worker) each receiver fetches weights; the caller adds and removes receivers."""
 
     def __init__(self, fan_out: int = FAN_OUT):
-        assert fan_out >= 1, fan_out
+        assert fan_out >= 1, f"fan_out = {fan_out}: must be 1 or more"
         self._fan_out = fan_out
         self._sites: dict[str, SiteTree] = {}
         self._site_of: dict[str, str] = {}
@@ -124,7 +125,8 @@ class SiteTree:
             self._attach(child)
 
     def _from_root(self, name: str) -> float:
-        """Returns a receiver's rate from the root in bytes per second; infinity, in its favour, if not measured."""
+        """Returns a receiver's rate from the root in bytes per second; infinity if it was not measured, which favours
+        it."""
         found = self.members[name].root_bytes_per_s
         return math.inf if found is None else found
 

@@ -110,7 +110,7 @@ def _alignment(shape: list[int], num_bytes: int) -> int:
 # Positioned reads, writes and copies, safe in any thread. Each handles all of its bytes or raises OSError.
 
 CANNOT_COPY = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
-"""Errors of file systems that do not support copy_file_range."""
+"""Numbers of the errors that file systems without copy_file_range give."""
 BLOCK_BYTES = 1024 * 1024
 """Most bytes of one write: on ext4, one call with 16 MiB took two to three times as long as 16 calls with 1 MiB."""
 

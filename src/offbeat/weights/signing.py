@@ -81,7 +81,7 @@ class Seal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def seal(manifest_bytes: bytes, key: SigningKey) -> bytes:
-    assert b"\n" not in manifest_bytes, "a canonical manifest is one line"
+    assert b"\n" not in manifest_bytes, "this is a bug: a canonical manifest must be one line"
     return b"%s\n%s\n" % (manifest_bytes, msgspec.json.encode(Seal(key.public, key.sign(manifest_bytes))))
 
 
