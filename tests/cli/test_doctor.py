@@ -279,7 +279,9 @@ def test_a_server_is_asked_what_it_is(torch):
     with vllm.serving() as url:
         said = told("--engine-url", url)
     assert about(said, "server")["told"] == f"vllm 0.32.0 bfloat16 at {url}, 512 tokens of context"
-    assert about(said, "weights")["told"] == "version known for each token; labels; KV refill, same, stale"
+    assert about(said, "weights")["told"] == (
+        "their version is known for each token; weights can be labelled; KV modes: refill, same, stale"
+    )
     assert about(said, "log-probs")["told"] == "computed after temperature"
     assert f"--rollout.engine vllm --rollout.workers 1 --engine.url {url}: vllm 0.32.0" in said["works"]
     assert vllm.sent == ["/inference/v1/generate"]

@@ -201,7 +201,7 @@ EDITS = {
     "gave another version": ("UPDATE batches SET to_version = 3 WHERE step = 1", "produced version 3 (step 3"),
     "commit lost in between": (
         "UPDATE batches SET to_version = NULL WHERE step = 0 AND state = 'trained'",
-        "but a later step's batch already has one to train from",
+        "but the batch of a later step already has a version to train from",
     ),
     "step skipped": ("UPDATE batches SET step = 7 WHERE state = 'claimed'", "but the steps between them have none"),
     "batch without groups": (
@@ -214,7 +214,7 @@ EDITS = {
     ),
     "version on an abandoned one": (
         "UPDATE versions SET abandoned = 1 WHERE number = 4",
-        "has parent 4 of step 1, which",
+        "has parent 4 of step 1, but",
     ),
     "version without a parent": ("UPDATE versions SET parent = NULL WHERE number = 4", "has no parent, but is not the"),
     "two sets of weights": (
@@ -249,7 +249,7 @@ EDITS = {
     ),
     "beginning of an ended task": (
         f"UPDATE partials SET task = {SCORED}",
-        "is scored, but a partial of its trajectory is still kept",
+        "is scored, but a partial trajectory is still stored for it to continue",
     ),
     "beginning lost from sight": (
         "UPDATE partials SET state = 'continued', body = NULL",
@@ -257,7 +257,7 @@ EDITS = {
     ),
     "beginning in an abandoned version": (
         "UPDATE partials SET last_version = 3",
-        "ends in version 3, which is abandoned",
+        "ends with tokens of version 3, which is abandoned",
     ),
     "beginning changed": ("UPDATE partials SET body = x'80'", "was changed after it was submitted: its digest differs"),
     "beginning told otherwise": (
@@ -274,7 +274,7 @@ EDITS = {
     ),
     "segment of a stranger": (
         f"UPDATE segments SET worker = 'stranger' WHERE task = {SCORED}",
-        "is recorded for worker stranger, which submitted nothing of that length",
+        "is recorded for worker stranger, but that worker submitted no answer long enough to contain it",
     ),
     "pruned and not counted": (
         f"UPDATE trajectories SET pruned = 1, body = NULL WHERE task = {SCORED}",

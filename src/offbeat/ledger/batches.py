@@ -103,10 +103,10 @@ class Batches(Versions):
         if found is None:
             is_ahead = newest is not None and newest.step + 1 == step and _living_batch(self, newest.step) is not None
             if newest is None or (newest.step != step and not is_ahead):
-                at = "no version is published"
+                at = "no version has been published yet"
                 if newest is not None:
                     at = f"the latest version is of step {newest.step}"
-                    at += ", which has no batch yet" if newest.step + 1 == step else ""
+                    at += ", and the batch of that step must be claimed first" if newest.step + 1 == step else ""
                 raise Refused(f"the batch of step {step} cannot be claimed: {at}")
             return _choose(self, step, None if is_ahead else newest.number, in_order)
         if found["state"] == BatchState.CLAIMED and newest is not None and newest.step == step:
@@ -126,7 +126,10 @@ class Batches(Versions):
         if batch["to_version"] is not None:
             if batch["to_version"] == version.number and versions.is_recorded(self, version):
                 return
-            raise Conflict(f"step {step} was committed as version {batch['to_version']}, not {version.number}")
+            raise Conflict(
+                f"step {step} was already committed as version {batch['to_version']}, so it cannot be committed again "
+                f"as version {version.number}"
+            )
         parent = versions.living_parent(self, version)
         if parent.step != step or version.step != step + 1:
             raise Refused(
@@ -165,8 +168,8 @@ class Batches(Versions):
             )
         if generation > known:
             raise RunStopped(
-                f"ledger {self.path} knows trainers up to generation {known}, but this trainer has {generation}: it "
-                "began with another ledger; start the trainer again"
+                f"this trainer has generation {generation}, but the latest one in ledger {self.path} is {known}: the "
+                "trainer was started with another ledger; start it again"
             )
 
     @transactional
@@ -364,13 +367,13 @@ def _compare(db: Database, batch: int, compared: Sequence[ComparedSegment]) -> N
     for task, start, num_tokens, num_off in compared:
         if not 0 <= num_off <= num_tokens:
             raise Refused(
-                f"the audit of task {task} compared {num_tokens} tokens, but reports {num_off} of them as off; allowed "
+                f"the audit of task {task} compared {num_tokens} tokens, but reports num_off = {num_off}; allowed "
                 f"0 to {num_tokens}"
             )
         if db.execute(query, (num_tokens, num_off, task, start, num_tokens, batch)).rowcount != 1:
             raise Refused(
-                f"the audit of task {task} names a segment of {num_tokens} tokens at position {start}, which the "
-                "batch does not have"
+                f"the audit of task {task} compared {num_tokens} tokens of the segment at position {start}, but the "
+                "batch has no sampled segment there with that many tokens"
             )
 
 

@@ -135,7 +135,10 @@ class Blobs:
                 f"trajectory file {path} cannot be read ({error.strerror}); restore it from a backup"
             ) from error
         if blake3(body).digest() != digest:
-            raise LedgerError(f"trajectory file {path} is damaged: its digest differs; restore it from a backup")
+            raise LedgerError(
+                f"trajectory file {path} is damaged: its content does not match the digest in its name; restore it "
+                "from a backup"
+            )
         return body
 
     def all(self) -> Iterator[bytes]:

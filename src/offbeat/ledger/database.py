@@ -233,7 +233,7 @@ def _prepare(connection: sqlite3.Connection, path: Path, read_only: bool, must_e
         from offbeat.ledger.migrations import MIGRATIONS  # here, because it imports this module
 
         remedy = (
-            "resume the run once to upgrade the file" if found in MIGRATIONS else "finish the run with that older one"
+            "resume the run once to upgrade the file" if found in MIGRATIONS else "finish the run with that Offbeat"
         )
         raise UserError(f"{path} was written by an older Offbeat (schema {found}; this one reads {SCHEMA}); {remedy}")
     connection.execute("PRAGMA foreign_keys = ON")

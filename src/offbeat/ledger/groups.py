@@ -66,20 +66,28 @@ class Groups(Versions):
             number = row["require_version"]
             if number is not None:
                 if number not in known or known[number].is_abandoned:
-                    raise Refused(f"group {row['ordinal']}: version {number} was never published or is abandoned")
+                    raise Refused(
+                        f"group {row['ordinal']} requires version {number}, which was never published or is abandoned"
+                    )
                 row["require_step"] = known[number].step
             if row["purpose"] == Purpose.EVAL:
                 row["eval"] = _eval_round(self, row)
                 continue
             if row["ordinal"] != next_ordinal:
-                raise Refused(f"group {row['ordinal']} cannot be admitted: the next ordinal to admit is {next_ordinal}")
+                raise Refused(
+                    f"the group with ordinal {row['ordinal']} cannot be admitted: the next ordinal is {next_ordinal}"
+                )
             source, source_ordinal, sibling = this = DrawCursor(row["source"], row["source_ordinal"], row["sibling"])
             if sibling and this._replace(sibling=sibling - 1) != last:
                 raise Refused(
-                    f"group {row['ordinal']}: sibling {sibling} does not follow sibling {sibling - 1} directly"
+                    f"group {row['ordinal']} is sibling {sibling} of its prompt, but does not follow sibling "
+                    f"{sibling - 1} of the same prompt directly"
                 )
             if not sibling and source_ordinal < drawn.get(source, 0):
-                raise Refused(f"prompt {source_ordinal} of {source!r} was drawn already; the next is {drawn[source]}")
+                raise Refused(
+                    f"prompt {source_ordinal} of source {source!r} was drawn already; the next prompt of this source "
+                    f"is {drawn[source]}"
+                )
             next_ordinal, drawn[source], last = next_ordinal + 1, source_ordinal + 1, this
         self.executemany(
             "INSERT INTO sources VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET drawn = excluded.drawn", drawn.items()
@@ -89,7 +97,10 @@ class Groups(Versions):
 
 def _row(group: NewGroup) -> dict[str, Any]:
     if group.size < 1 or len(group.prompt_tokens) == 0:
-        raise Refused(f"group {group.ordinal}: it must have at least one member and one prompt token")
+        raise Refused(
+            f"group {group.ordinal} has {group.size} members and {len(group.prompt_tokens)} prompt tokens; it needs at "
+            "least one of each"
+        )
     try:
         problem = json.dumps(group.problem, ensure_ascii=False)
     except (TypeError, ValueError) as error:

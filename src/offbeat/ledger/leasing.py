@@ -177,7 +177,9 @@ class Leasing(Groups):
         if state in (TaskState.FAILED, TaskState.DROPPED) or fence == row[3]:
             return state  # the failure was reported before, or the task has ended
         if state not in (TaskState.OPEN, TaskState.LEASED):
-            raise Fenced(f"task {task} can no longer fail: its trajectory is stored (state {state.value})")
+            raise Fenced(
+                f"task {task} can no longer fail, because its trajectory is already stored (state {state.value})"
+            )
         _fail(self, [task], reason, detail, counts=counts)
         return TaskState(self.execute("SELECT state FROM tasks WHERE id = ?", (task,)).fetchone()[0])
 

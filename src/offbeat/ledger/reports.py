@@ -462,7 +462,7 @@ def _history(db: Database, task: int, group: int) -> tuple[Event, ...]:
         "FROM groups g WHERE g.id = ?",
         (group,),
     ).fetchone()
-    events = [Event(admitted_at, "issued" + (f" again for group {again}" if again is not None else ""))]
+    events = [Event(admitted_at, "issued" + (f" again in place of group {again}" if again is not None else ""))]
     events += _task_events(db, task)
     query = """SELECT b.step, b.state, b.claimed_at, b.trained_at, b.from_version, m.num_trained_tokens,
                       m.num_audit_tokens FROM batch_members m JOIN batches b ON b.id = m.batch
@@ -492,7 +492,7 @@ def _task_events(db: Database, task: int) -> list[Event]:
     if num_failures or num_losses:
         why = f": {detail}" if detail else ""
         events.append(
-            Event(None, f"failed attempts: {num_failures}; workers lost while they held it: {num_losses}{why}")
+            Event(None, f"failed attempts: {num_failures}; workers lost while they held the task: {num_losses}{why}")
         )
     query = "SELECT stored_at, worker, num_sampled_tokens, state, reason FROM partials WHERE task = ? ORDER BY seq"
     for at, who, num_tokens, state, reason in db.execute(query, (task,)):

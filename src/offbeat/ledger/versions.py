@@ -122,8 +122,8 @@ def _check_step(db: Versions, version: Version) -> None:
     if version.step == parent.step:
         if version.digest != parent.digest:
             raise Conflict(
-                f"version {version.number} names {parent.number} of the same step {parent.step} as its parent, but has "
-                f"other weights: digest {version.digest} instead of {parent.digest}"
+                f"version {version.number} and its parent, version {parent.number}, are both of step {parent.step}, "
+                f"but their weights differ: digests {version.digest} and {parent.digest}"
             )
         return
     owed = db.execute(
@@ -146,7 +146,7 @@ def living_parent(db: Versions, version: Version) -> Version:
     if is_abandoned:
         raise Refused(f"version {version.number} names parent {version.parent}, which a resume has abandoned")
     newest = db.latest_version()
-    assert newest is not None, "its parent is published"
+    assert newest is not None, "the parent is not abandoned, so the ledger has a latest version; this is a bug"
     if parent.step != newest.step:
         raise Refused(
             f"version {version.number} names parent {version.parent}, which is not of the latest step; the latest "
@@ -163,8 +163,8 @@ def is_recorded(db: Database, version: Version) -> bool:
     stored = found[0]
     if any(getattr(stored, name) != getattr(version, name) for name in ("step", "parent", "digest", "manifest")):
         raise Conflict(
-            f"version {version.number} was published as step {stored.step}, parent {stored.parent}, digest "
-            f"{stored.digest}; publish different weights under a new number"
+            f"version {version.number} was already published with step {stored.step}, parent {stored.parent} and "
+            f"digest {stored.digest}; publish different weights under a new number"
         )
     return True
 

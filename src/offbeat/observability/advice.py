@@ -70,8 +70,8 @@ def right_answer_earns(
     shown = answer if len(answer) <= 40 else f"{answer[:40]}..."
     text = (
         f"the right answer {shown!r} of a problem of task {task}{f' ({place})' if place else ''} earned 0 in a trial: "
-        "check task.reward (answers are passed as text, so compare text or convert both); ignore this if the reward "
-        "wants more than the bare answer"
+        "check task.reward (answers are passed as text, so compare text, or convert both the response and the answer); "
+        "ignore this if the reward wants more than the bare answer"
     )
     return Advice(f"trial {task}", text)
 
@@ -155,7 +155,8 @@ class Adviser:
             return []
         text = (
             f"{failed} of {failed + scored} held-out answers of step {figures['step']} failed; the held-out reward is "
-            f"the mean of the others only. See {self.run}/logs/rewards.log, and reward.timeout_s if they took too long"
+            f"the mean of the others only. See {self.run}/logs/rewards.log; raise reward.timeout_s if they took too "
+            "long"
         )
         return self._new([Advice("failed evaluation", text)])
 
@@ -214,7 +215,8 @@ class Adviser:
             yield Advice(
                 "idle workers",
                 f"{row['idle_workers']} of {row['workers']} workers got no work in the last {STEPS} steps: a step has "
-                f"only {row['samples']} answers. Raise batch.groups_per_step, or lower rollout.slots to share them",
+                f"only {row['samples']} answers. Raise batch.groups_per_step, or lower rollout.slots to share the "
+                "answers",
             )
 
     def _lasts(self, name: str, is_so: bool, num_steps: int) -> bool:
@@ -280,7 +282,7 @@ class Adviser:
         look = f"look at some with offbeat show {self.run}"
         if failed > MANY_FAILED * (failed + self._num_answers):
             text = (
-                f"{scored}, so there is nothing to learn: offbeat show {self.run} --failed has the reasons; answers "
+                f"{scored}, so there is nothing to learn: offbeat show {self.run} --failed shows the reasons; answers "
                 "that fail are not trained on, so if task.reward gives None for a wrong answer, let it give a number"
             )
         elif self._best == 0:

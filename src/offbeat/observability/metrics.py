@@ -105,7 +105,7 @@ class Reporter:
             self.console.alarm(ALARMS[kind].format(**shown))
         elif kind == "prompt_left_out" and self.folder.config.rollout.long_prompts == "error":
             if not self._has_told_left_out:
-                self.console.alarm(f"{fields['why']}; it is left out, as are others like it: see events.jsonl")
+                self.console.alarm(f"{fields['why']}; this prompt and others like it are left out: see events.jsonl")
             self._has_told_left_out = True
         elif kind == "resume":
             self.console.note(_resumed(**fields))

@@ -47,8 +47,8 @@ def warn_of_few(mixture: Mixture, prompts: int) -> None:
     """Warns if the tasks of `mixture` hold out fewer than the `prompts` that were asked for."""
     if 0 < (num := len(mixture.held_out(prompts))) < prompts:
         print(
-            f"warning: eval.prompts = {prompts}: the tasks hold out only {num}, and these are evaluated; a larger "
-            "task.held_out holds out more in a new run",
+            f"warning: eval.prompts = {prompts}: the tasks hold out only {num} prompts, and all of these are "
+            "evaluated; to hold out more, start a new run with a larger task.held_out",
             file=sys.stderr,
             flush=True,
         )

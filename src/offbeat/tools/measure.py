@@ -88,8 +88,8 @@ def _measure_engine(
     contexts = sizes.contexts(context_window(model.config))
     if len(set(contexts)) < len(contexts):
         raise UserError(
-            f"model.path = {path!r}: its window is too short to measure several contexts (the longest would have "
-            f"{contexts[-1]} tokens); name a model with a longer window"
+            f"model.path = {path!r}: its context window is too short to time several context lengths (the longest "
+            f"would be {contexts[-1]} tokens); name a model with a longer window"
         )
     num_slots = _fitting_rows(sizes.rows, contexts[-1], shape, device)
     with torch.inference_mode():

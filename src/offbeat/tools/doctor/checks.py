@@ -284,7 +284,7 @@ def check_ports(config: Config) -> Iterator[Finding]:
         text = f'serve.host = "{host}", serve.port = {port}: {fault}'
         yield Finding("ports", text, Level.STOPS, "--serve.port 0, or end the process that listens there")
     else:
-        yield Finding("ports", f"{host}:{port} is free" if port else "127.0.0.1 has free ones")
+        yield Finding("ports", f"{host}:{port} is free" if port else "127.0.0.1 has free ports")
 
 
 def _listen(host: str, port: int) -> str:

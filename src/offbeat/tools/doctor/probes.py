@@ -193,8 +193,8 @@ async def _facts(url: str) -> Facts:
                 return None
             if path not in ("/generate", "/inference/v1/generate"):
                 raise EngineError(
-                    f"{self.url}: the server is paused, because a worker is loading weights or died while it did; try "
-                    "again soon, and restart the server if it is still paused"
+                    f"{self.url}: the server is paused, because a worker is loading weights or died while loading "
+                    "them; try again soon, and restart the server if it is still paused then"
                 )
             return await super().post(path, body, **options)
 
@@ -234,8 +234,8 @@ def compare_server(config: Config, url: str, facts: Facts) -> Iterator[Finding]:
     remedy = "--rollout.temperature 1, or start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
     yield judged("log-probs", text, bad=is_wrong, remedy=remedy, level=Level.STOPS)
     spans = "each token" if facts.has_spans else "each call, so that a load interrupts all calls"
-    labels = "labels" if facts.has_labels else "no labels"
-    yield Finding("weights", f"version known for {spans}; {labels}; KV {', '.join(modes)}")
+    labels = "weights can be labelled" if facts.has_labels else "weights cannot be labelled"
+    yield Finding("weights", f"their version is known for {spans}; {labels}; KV modes: {', '.join(modes)}")
     if facts.max_context_tokens < context:
         text = f"rollout.max_prompt_tokens + rollout.max_new_tokens = {context:,}; the server's limit is lower"
         remedy = f"start the server for {context} tokens (vLLM: --max-model-len, SGLang: --context-length)"
@@ -244,7 +244,7 @@ def compare_server(config: Config, url: str, facts: Facts) -> Iterator[Finding]:
         text = f'rollout.kv = "{rollout.kv}"; the server supports {", ".join(modes)}'
         yield Finding("kv", text, Level.STOPS, f"--rollout.kv {modes[-1]}")
     if is_served and kind != rollout.engine:
-        text = f'rollout.engine = "{rollout.engine}", and {url} is {kind}'
+        text = f'rollout.engine = "{rollout.engine}", but the server at {url} is {kind}'
         yield Finding("engine", text, Level.STOPS, f"--rollout.engine {kind}")
 
 
