@@ -23,7 +23,7 @@ def test_a_source_may_skip_problems_but_never_repeat_one(ledger: Ledger):
     (group,) = new_groups(ledger, 1)
     ledger.admit([replace(group, source_ordinal=4)])
     assert ledger.cursor().drawn == {"sums": 5}
-    with pytest.raises(Refused, match="prompt 4 of source 'sums' was drawn already; the next .* is 5"):
+    with pytest.raises(Refused, match=r"prompt 4 of source 'sums' was drawn already; the next .* is 5"):
         ledger.admit([replace(group, ordinal=1, source_ordinal=4)])
 
 

@@ -78,7 +78,7 @@ def test_a_commit_is_idempotent_by_step(ledger: Ledger):
     assert ledger.counts().groups == {"trained": 2}
     assert ledger.latest_version() == version(1, 1, 0)
     assert ledger.next_version_number() == 2
-    with pytest.raises(Conflict, match="step 0 was already committed as version 1, .* as version 2"):
+    with pytest.raises(Conflict, match=r"step 0 was already committed as version 1, .* as version 2"):
         ledger.commit(0, version(2, 1, 0))
     with pytest.raises(Conflict, match="under a new number"):
         ledger.commit(0, version(1, 1, 0, digest="other weights"))

@@ -96,8 +96,9 @@ class Batches(Versions):
     @transactional
     def claim(self, step: int, *, in_order: bool = True) -> Batch | None:
         """Returns the batch of `step`; None while too few groups are ready or `rules.groups.select` says to wait. The
-        first successful claim chooses the batch; later claims return the same one. A new batch must be of the latest
-        version's step or, once that step has a batch, of the step after it."""
+        first successful claim chooses the groups: those drawn first if `in_order`, else those begun with the oldest
+        versions. Later claims return the same batch. A new batch must be of the latest version's step or, once that
+        step has a batch, of the step after it."""
         newest = self.latest_version()
         found = _living_batch(self, step)
         if found is None:
@@ -150,8 +151,8 @@ class Batches(Versions):
         return None if newest is None or is_batch_claimed(self) else newest.number
 
     def as_trainer(self, generation: int, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Runs `call` in one transaction if `generation` (the number of a trainer's start) is the latest; raises
-        `RunStopped` if another trainer has taken over."""
+        """Runs `call` in one transaction and returns its result. Raises `RunStopped` instead if `generation` (the
+        number of a trainer's start) is not the latest, because another trainer has taken over."""
         with self.transaction():
             self.check_generation(generation)
             return call(*args, **kwargs)
@@ -227,9 +228,9 @@ def _choose(db: Database, step: int, from_version: int | None, in_order: bool) -
 
 
 def _may_change(db: Database, count: int, oldest: int) -> bool:
-    """Whether a claim could take or drop groups. It can do neither if fewer than `count` groups are ready and none may
-    hold tokens of an abandoned version or from before step `oldest`. This check must be cheap, because a claim is tried
-    after every stored reward."""
+    """Whether a claim could take or drop groups: at least `count` groups are ready, or a group may have to be dropped,
+    because it may have tokens of an abandoned version or from before step `oldest`, or requires a version from before
+    that step. This check must be cheap, because a claim is tried after every stored reward."""
     ready = "SELECT 1 FROM groups INDEXED BY groups_alive WHERE state = 'ready' AND purpose = 'train'"
     query = f"""SELECT (SELECT COUNT(*) FROM ({ready} LIMIT :count)) = :count
                     OR EXISTS ({ready} AND first_step IS NULL) OR EXISTS ({ready} AND first_step < :oldest)
@@ -240,9 +241,9 @@ def _may_change(db: Database, count: int, oldest: int) -> bool:
 
 
 def _eligible(db: Database, step: int, count: int, oldest: int, in_order: bool) -> list[tuple[Any, ...]]:
-    """Loads the groups from which `select` chooses: all unfinished ones, the first `count` ready ones in the order of
-    selection, and all that may have tokens of an abandoned version or from before step `oldest`. Other groups cannot be
-    in the batch; leaving them out keeps the cost independent of the number of waiting groups."""
+    """Returns the groups from which `select` chooses: all unfinished groups, the first `count` ready groups in the
+    order of selection, and all ready groups that may have tokens of an abandoned version or from before step `oldest`.
+    Other groups cannot be in the batch. Leaving them out keeps the cost independent of the number of waiting groups."""
     values = {"step": step, "oldest": oldest, "count": count}
     columns, due = "id, ordinal, state, require_step, first_step", "(require_step IS NULL OR require_step <= :step)"
     unfinished = f"SELECT {columns} FROM groups WHERE state = 'open' AND purpose = 'train' AND {due}"
@@ -426,8 +427,9 @@ def latest_trainer(db: Database) -> TrainerRecord | None:
 def why_not_from_scratch(before: TrainerRecord | None, arrival: Arrival, step: int) -> str | None:
     """Returns why a trainer without a checkpoint may not undo a run that is at `step`; None if it may.
 
-    `before` is the previous trainer. If it was killed before its first checkpoint, it can only start over; `arrival` is
-    the same trainer if it has the same checkpoint folder (`home`).
+    `before` is the previous start of a trainer, and `arrival` the new one. If both have the same checkpoint folder
+    (`home`), they are starts of the same trainer. If that trainer has never reported a checkpoint, it may undo the run,
+    because it can only start over.
     """
     if before is None or arrival.from_scratch or step == 0:
         return None
@@ -446,7 +448,8 @@ def why_not_from_scratch(before: TrainerRecord | None, arrival: Arrival, step: i
 
 
 def take_over(db: Database, arrival: Arrival, checkpoint_step: int | None) -> int:
-    """Makes the arriving trainer the only one that may change the run; returns its generation (number of the start)."""
+    """Makes the arriving trainer the only one that may change the run; returns its generation (number of the start).
+    `checkpoint_step` is the step of the checkpoint from which it starts; None: it has no checkpoint."""
     before = latest_trainer(db)
     generation = 1 if before is None else before.generation + 1
     db.execute(

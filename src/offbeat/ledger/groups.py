@@ -151,9 +151,9 @@ def _insert(db: Database, rows: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def settle_groups(db: Database, groups: Iterable[int]) -> int:
-    """Ends those open groups in `groups` whose tasks are all scored or failed, and drops those in which too many tasks
-    failed. Also drops ended groups with equal rewards, as far as `max_no_signal` allows. Returns the number
-    of groups dropped."""
+    """Ends the open groups in `groups` whose tasks are all scored or failed. Drops open groups in which too many tasks
+    failed and, as far as `max_no_signal` allows, ended groups with equal rewards. Returns the number of groups
+    dropped."""
     query = """SELECT id, purpose, size, num_scored, num_failed, retry FROM groups
                WHERE +state = 'open' AND id IN (SELECT value FROM json_each(?)) ORDER BY id"""  # + avoids state's index
     ended: list[tuple[str, float, int]] = []
@@ -234,9 +234,9 @@ def drop(db: Database, groups: Sequence[int], reason: Drop, at_step: int | None 
 
 def reissue(db: Database, groups: Sequence[int], *, with_new_seed: bool, for_step: int | None = None) -> list[int]:
     """Admits the prompts of dropped groups again, as new groups with the same ordinals; returns the new groups' ids.
-    With `with_new_seed`, this counts as a retry and changes the seed. If a dropped group had to be sampled from the
-    version of one step (`require_step`), so must the new group: of step `for_step`, or of the same step if `for_step`
-    is None. The new group waits until that step has a version."""
+    With `with_new_seed`, this counts as a retry and changes the seed. If only the version of one step could sample the
+    dropped group (`require_step`), the new group requires step `for_step` or, if `for_step` is None, the same step. It
+    waits until the required step has a version."""
     rows = []
     for group in groups:
         values = db.execute(f"SELECT {COPIED} FROM groups WHERE id = ?", (group,)).fetchone()

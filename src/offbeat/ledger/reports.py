@@ -38,8 +38,8 @@ FROM trajectories j JOIN tasks t ON t.id = j.task JOIN groups g ON g.id = t.grou
 LEFT JOIN batches b ON b.id = g.batch LEFT JOIN evals e ON e.id = g.eval LEFT JOIN rewards r ON r.task = t.id
 """
 SPREAD = "ROW_NUMBER() OVER (PARTITION BY g.id, r.value ORDER BY j.seq DESC)"
-"""Sort key: among equal rewards, the latest answer of each group comes before any second one, so that a short list has
-different prompts."""
+"""Sort key: among answers with equal rewards, the latest answer of each group comes first, then the second latest of
+each group, and so on. So a short list shows different prompts."""
 ORDERS = {
     "latest": "ORDER BY j.seq DESC",
     "best": f"AND r.value IS NOT NULL ORDER BY r.value DESC, {SPREAD}, j.seq DESC",
@@ -163,7 +163,8 @@ class TaskDetail:
     prompt: np.ndarray
     problem: dict[str, Any]
     trajectory: Trajectory | None
-    """Trajectory of the task, or its kept partial if unfinished; None: neither is stored, or it was pruned."""
+    """Trajectory of the task or, if the task has none yet, its stored partial; None: neither is stored, or the
+    trajectory was pruned."""
     is_pruned: bool
     reward: float | None
     rewards: tuple[Reward, ...]
@@ -249,8 +250,8 @@ class Reports(Versions):
     def list_trajectories(
         self, limit: int, order: str = "latest", which: TrajectoryFilter = EVERYTHING, after: int = 0
     ) -> list[TrajectoryRow]:
-        """Returns up to `limit` trajectories whose `seq` (number in order of acceptance) is above `after`, sorted by
-        `order`, a key of `ORDERS`."""
+        """Returns up to `limit` trajectories that meet the conditions `which` and whose `seq` (number in order of
+        acceptance) is above `after`, sorted by `order`, a key of `ORDERS`."""
         query = f"{ROWS} WHERE j.seq > :after {which.conditions} {ORDERS[order]} LIMIT :limit"
         found = self.execute(query, {**vars(which), "limit": limit, "after": after})
         return [TrajectoryRow(*(*row[:-2], bool(row[-2]), _by_name(row[-1]))) for row in found]

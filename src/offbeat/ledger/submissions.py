@@ -224,8 +224,8 @@ class Submissions(Database):
 
 
 def _again(submission: Submission, digest: bytes, worker: str | None, stored: bytes | None) -> Outcome:
-    """Compares a submission with the earlier one under its fence, which `worker` sent. `stored` is the digest of the
-    earlier one. Returns `REPEATED` if they are equal; raises if not."""
+    """Compares a submission with the earlier one under the same fence. `worker` sent the earlier one, and `stored` is
+    its digest. Returns `REPEATED` if both are equal and of the same worker; raises if not."""
     task, fence = submission.trajectory.task, submission.fence
     if worker != submission.worker:
         raise Forbidden(f"lease {fence} of task {task} belongs to {worker}, not to {submission.worker}")

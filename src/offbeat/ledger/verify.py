@@ -28,7 +28,7 @@ class Rule(NamedTuple):
     """An invariant of the tables. Rules recompute each stored sum from the rows that it adds up."""
 
     message: str
-    """Format string for the columns of an offending row."""
+    """Message about an offending row, as a format string: {0} stands for the first column of the row."""
     query: str
     """SQL that returns the offending rows."""
 

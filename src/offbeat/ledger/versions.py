@@ -74,7 +74,8 @@ class Versions(Database):
 
     @transactional
     def publish(self, version: Version) -> None:
-        """Records a version that no `commit` records: a run's first, or a resumed checkpoint's under a new number."""
+        """Records a version that `commit` does not record: a run's first version, the weights of a resumed checkpoint
+        under a new number, or the version of a trained batch whose commit was lost."""
         if is_recorded(self, version):
             return
         if version.parent is None:

@@ -32,8 +32,9 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 """Allowed names of workers: they are used verbatim in logs, metrics and file names."""
 COLUMNS = "name, role, state, reason, capabilities, joined_at"
 PRESENT_S = 15.0
-"""A worker counts as present until it has made no call for this time or the lease time, whichever is longer. Even a
-worker with nothing to do asks for work every few seconds; only a trainer may be silent for as long as a step takes."""
+"""A worker counts as present until it has made no call for this many seconds, or for the lease time if that is longer.
+Even a worker with nothing to do asks for work every few seconds. Only a trainer may be silent for as long as a step
+takes."""
 SERVED_WITHIN_S = 60.0
 """Seconds for which a coordinator counts as running after it last recorded which workers had called (`note_seen`)."""
 SEEN, COORDINATOR = "worker_seen", ""
@@ -91,8 +92,8 @@ class WorkerRecord:
     """Wall time of its latest known call; calls of the last few seconds may be missing. Set by `list_workers` only.
     None: not known."""
     is_away: bool = False
-    """Whether it is active, but no longer present (see `PRESENT_S`), or its coordinator no longer runs; set by
-    `list_workers` only. A trainer may be silent for longer."""
+    """Whether its state is active, although it is no longer present (see `PRESENT_S`; trainers are exempt) or the
+    coordinator no longer runs; set by `list_workers` only."""
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ FIRST_STEPS, MIN_ANSWERS = 3, 24
 """Numbers of steps and answers after which a run gets advice if its reward never varied. If one answer in ten is right,
 the first 24 answers are all wrong in 8 % of runs."""
 STEPS, FEW_STEPS, MANY_STEPS = 5, 3, 10
-"""Numbers of consecutive bad steps that make a finding. `FEW_STEPS` is for figures that hardly vary by chance.
-`MANY_STEPS` is for figures that may look bad for a while in a healthy run, such as the entropy. `STEPS` is for all
-others."""
+"""Numbers of consecutive bad steps after which a run gets advice. `FEW_STEPS` is for figures that hardly vary by
+chance. `MANY_STEPS` is for figures that may look bad for a while in a healthy run, such as the entropy. `STEPS` is for
+all others."""
 LOW_SIGNAL = 0.05
 """If a smaller share of a step's samples has an advantage other than 0, the step teaches next to nothing."""
 SOLVED = 0.1
@@ -35,7 +35,7 @@ second after `MANY_STEPS`. A healthy run was above 0.5 for four steps and reache
 answers."""
 COLLAPSED, MIN_ENTROPY = 0.05, 0.02
 """Limits for the entropy: the first relative to the entropy in the first steps, the second absolute. If the entropy is
-below both, answers hardly vary any more. A healthy run went down to 0.04 of its first entropy, and to 0.05."""
+below both, answers hardly vary any more. The entropy of a healthy run fell to 0.05, 0.04 times its first value."""
 HIGH_REWARD, LOW_REWARD, FALLEN_ANSWERS = 0.4, 0.1, 64
 """Limits for advice on a reward that has fallen. `HIGH_REWARD` and `LOW_REWARD` are shares of the distance from the
 worst to the best reward of the run. The mean of `FALLEN_ANSWERS` consecutive answers was once at least `HIGH_REWARD`
@@ -77,8 +77,8 @@ def right_answer_earns(
 
 
 def wrong_answer_fails(task: str, why: str) -> Advice | None:
-    """Returns advice if, in the trial, the reward failed for an empty response, though not for the right answer. `why`
-    is the error for the empty response; "" if there was none."""
+    """Returns advice if, in the trial of the reward of `task`, the reward failed for an empty response, though not for
+    the right answer. `why` is the error for the empty response; "" if there was none."""
     if not why:
         return None
     return Advice(
@@ -220,8 +220,8 @@ class Adviser:
             )
 
     def _lasts(self, name: str, is_so: bool, num_steps: int) -> bool:
-        """Notes whether the figure `name` is bad in this step (`is_so`). Returns whether it was bad in each of the last
-        `num_steps` steps."""
+        """Records whether the sign called `name` is present in this step (`is_so`). Returns whether this sign was
+        present in each of the last `num_steps` steps."""
         self._streaks[name] = self._streaks[name] + 1 if is_so else 0
         return self._streaks[name] >= num_steps
 
@@ -238,7 +238,8 @@ class Adviser:
         return has_enough and self._peak >= self._worst + HIGH_REWARD * span > self._worst
 
     def _recent_reward(self) -> float | None:
-        """Returns the mean reward of the latest steps that have `FALLEN_ANSWERS` answers; None if too few have."""
+        """Returns the mean reward of the latest steps, of as many as have `FALLEN_ANSWERS` answers together; None if
+        the latest `MANY_STEPS` steps have fewer."""
         num_answers, earned = 0, 0.0
         for row in reversed(self._latest):
             num_answers += row.get("samples", 0)

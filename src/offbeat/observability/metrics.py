@@ -73,8 +73,8 @@ ALARMS = {
 }
 """Events that a person should act upon, with their texts on the console."""
 FIRST_BATCH_AFTER_S = 3.0
-"""Age of a run from which the reward of its first batch is shown before that batch is trained on; in a faster run, the
-line of the first step follows soon enough."""
+"""If a run's first batch is claimed later than this many seconds after the start, its mean reward is shown before the
+batch is trained on. In a faster run, the line of the first step follows soon enough."""
 SHOWN_ONCE = ("logprob_gap", "clamped")
 """Kinds of alarms that may come at every step. The console shows only the first of each kind; events.jsonl has all."""
 
@@ -277,7 +277,7 @@ def step_row(report: StepReport, spans: Mapping[str, float], num_siblings: int) 
 def _siblings_row(batch: Batch, num_siblings: int) -> dict[str, float]:
     """Returns figures about siblings (other answers to the same prompt) at the time when the batch was claimed.
 
-    `lone_share` is the share of answers of which no sibling had a reward. An answer is early if at least one of its
+    `lone_share` is the share of answers for which no sibling had a reward yet. An answer is early if at least one of its
     siblings had no reward yet: `early_share` is the share of early answers. `early_length` is the mean length of early
     answers divided by the mean length of all answers; it is left out if no answer is early."""
     num_here = Counter(group.prompt for group in batch.groups)

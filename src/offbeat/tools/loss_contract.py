@@ -26,7 +26,8 @@ LENGTHS = (5, 1, 7, 3, 4, 6)
 CLOSE = 1e-4
 """Tolerance, relative to the largest value: above rounding errors of float32, below a real effect."""
 FAR = (20.0, 100.0)
-"""Differences between log-probs to try: the bound on log-ratios in `Tokens`, and more than float32 can exponentiate."""
+"""Differences between log-probs to try: the bound to which `Tokens` clamps log-ratios, and a number whose exponential
+overflows float32."""
 GROUPS = np.array([7, 3, 7, 11, 3, 7, 5, 11, 3, 7])
 REWARDS = np.array([1.0, 0.0, 0.25, 0.5, 1.0, 0.0, 0.7, -0.5, 0.3, 0.1])
 EQUAL = (0.0, 0.1, 1 / 3, 1e6 + 0.1)

@@ -69,7 +69,7 @@ class StepReplay:
     dump: FailedStepDump
     repeated: Repeated
     has_optimizer: bool
-    """Whether the optimizer's state was found in a checkpoint."""
+    """Whether the optimizer's state came from the checkpoint of the step; otherwise it was initialised anew."""
     sample: int
     """Index of the sample at fault or, if unknown, of the sample with the largest gradient."""
     prompt: str
