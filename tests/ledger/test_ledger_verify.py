@@ -114,7 +114,10 @@ EDITS = {
         "is still open, though all of its members have ended",
     ),
     "nothing scored": (f"UPDATE groups SET num_scored = 0 WHERE id = {TRAINED}", "but has no scored member"),
-    "trained without its batch": (f"UPDATE groups SET batch = NULL WHERE id = {TRAINED}", "but its batch is None"),
+    "trained without its batch": (
+        f"UPDATE groups SET batch = NULL WHERE id = {TRAINED}",
+        "the state of its batch is None",
+    ),
     "evaluation trained": (
         "UPDATE groups SET state = 'ready' WHERE purpose = 'eval'",
         "has purpose eval, but is in state ready",
@@ -160,8 +163,8 @@ EDITS = {
         "UPDATE groups SET sibling = 1 WHERE ordinal = 0",
         "the 1 groups of prompt 0 of source 'sums' are not siblings 0 to 1 - 1",
     ),
-    "cursor moved": ("UPDATE sources SET drawn = drawn + 1", "prompts drawn from source 'sums', but its groups show"),
-    "cursor lost": ("DELETE FROM sources", "from source 'sums', but the cursor has no entry for it"),
+    "cursor moved": ("UPDATE sources SET drawn = drawn + 1", "prompts drawn from source 'sums', but the groups of"),
+    "cursor lost": ("DELETE FROM sources", "from source 'sums', but the data cursor has no entry for it"),
     "trained twice": (
         "INSERT INTO batch_members SELECT (SELECT id FROM batches WHERE state = 'claimed'), m.task, 0, 0, 0, 0 "
         "FROM batch_members m JOIN batches b ON b.id = m.batch WHERE b.step = 0",

@@ -54,7 +54,8 @@ CROSS JOIN tasks t ON t.group_id = s.id CROSS JOIN rewards r ON r.task = t.id
 WHERE o.purpose = 'train' AND o.reissue_of IS NULL AND o.source = :source AND o.source_ordinal = :source_ordinal
     AND s.batch IS NOT :batch AND s.reason IS NOT 'abandoned' AND r.value IS NOT NULL AND r.seq <= :last_reward
 """
-"""Query for the rewards that a prompt's groups outside the batch had when the batch was claimed."""
+"""Query for the rewards of a prompt's groups outside the batch, as far as they were stored when the batch was
+claimed."""
 
 
 class SiblingRewards(NamedTuple):
@@ -64,7 +65,8 @@ class SiblingRewards(NamedTuple):
     prompt: int
     """Id of the first group drawn for the prompt, which identifies the prompt."""
     earlier: tuple[float, ...]
-    """Sibling rewards stored before the claim, sorted by group ordinal so that the order of scoring does not matter."""
+    """Rewards of siblings outside the batch, as far as they were stored before the claim. They are sorted by group
+    ordinal, so that the order of scoring does not matter."""
 
 
 def sibling_rewards(db: Database, batch: int) -> dict[int, SiblingRewards]:

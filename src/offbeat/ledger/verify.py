@@ -91,7 +91,7 @@ GROUPS = (
         "SELECT id, state FROM groups WHERE state IN ('ready', 'claimed', 'trained', 'evaluated') AND num_scored = 0",
     ),
     Rule(
-        "group {0} is {1}, but its batch is {2}",
+        "group {0} is {1}, but the state of its batch is {2}",
         """SELECT g.id, g.state, b.state FROM groups g LEFT JOIN batches b ON b.id = g.batch
            WHERE (g.state IN ('claimed', 'trained') AND g.state IS NOT b.state)
                OR (g.state NOT IN ('claimed', 'trained') AND g.batch IS NOT NULL)""",
@@ -155,12 +155,12 @@ GROUPS = (
                OR MIN(ordinal - sibling) <> MAX(ordinal - sibling) OR COUNT(DISTINCT prompt) > 1""",
     ),
     Rule(
-        "the cursor counts {1} prompts drawn from source {0!r}, but its groups show {2}",
+        "the data cursor counts {1} prompts drawn from source {0!r}, but the groups of this source show {2}",
         """SELECT s.name, s.drawn, COALESCE(MAX(g.source_ordinal) + 1, 0) AS seen FROM sources s
            LEFT JOIN groups g ON g.source = s.name AND g.purpose = 'train' GROUP BY s.name HAVING s.drawn <> seen""",
     ),
     Rule(
-        "groups were drawn from source {0!r}, but the cursor has no entry for it",
+        "groups were drawn from source {0!r}, but the data cursor has no entry for it",
         "SELECT DISTINCT source FROM groups WHERE purpose = 'train' AND source NOT IN (SELECT name FROM sources)",
     ),
 )

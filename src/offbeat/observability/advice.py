@@ -37,10 +37,11 @@ COLLAPSED, MIN_ENTROPY = 0.05, 0.02
 """Limits for the entropy: the first relative to the entropy in the first steps, the second absolute. If the entropy is
 below both, answers hardly vary any more. The entropy of a healthy run fell to 0.05, 0.04 times its first value."""
 HIGH_REWARD, LOW_REWARD, FALLEN_ANSWERS = 0.4, 0.1, 64
-"""Limits for advice on a reward that has fallen. `HIGH_REWARD` and `LOW_REWARD` are shares of the distance from the
-worst to the best reward of the run. The mean of `FALLEN_ANSWERS` consecutive answers was once at least `HIGH_REWARD`
-above the worst reward. The mean of each of the latest steps, with at least `FALLEN_ANSWERS` answers in all, is at most
-`LOW_REWARD` above it. So many answers seldom differ that much by chance."""
+"""Limits for the advice that the reward has fallen. A run gets it under two conditions. First, the mean reward of
+`FALLEN_ANSWERS` consecutive answers was once at least `HIGH_REWARD` above the worst reward. Second, the mean reward of
+each of the latest steps, with at least `FALLEN_ANSWERS` answers in all, is at most `LOW_REWARD` above the worst reward.
+`HIGH_REWARD` and `LOW_REWARD` are shares of the distance between the run's worst and best reward. So many answers
+seldom differ that much by chance."""
 MANY_FAILED = 0.2
 """If a larger share of the answers failed, the advice on a reward that never varies blames the failures: often, the
 reward function returns None for a wrong answer."""

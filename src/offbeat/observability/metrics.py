@@ -68,7 +68,7 @@ ALARMS = {
     "set_aside": "worker {worker} gets no new work for {seconds:g} s: {why}",
     "clamped": "step {step}: {share:.2%} of the tokens have a log-ratio beyond the clamp, because the weights have "
     "changed too much since these tokens were sampled; lower optimizer.lr",
-    "unused_weights": "reward.weights: no reward has returned {names} so far; check the spelling",
+    "unused_weights": "reward.weights: no reward has had a part named {names} so far; check the spelling",
     "advice": "{text}",
 }
 """Events that a person should act upon, with their texts on the console."""
@@ -277,9 +277,9 @@ def step_row(report: StepReport, spans: Mapping[str, float], num_siblings: int) 
 def _siblings_row(batch: Batch, num_siblings: int) -> dict[str, float]:
     """Returns figures about siblings (other answers to the same prompt) at the time when the batch was claimed.
 
-    `lone_share` is the share of answers for which no sibling had a reward yet. An answer is early if at least one of its
-    siblings had no reward yet: `early_share` is the share of early answers. `early_length` is the mean length of early
-    answers divided by the mean length of all answers; it is left out if no answer is early."""
+    `lone_share` is the share of answers for which no sibling had a reward yet. An answer is early if at least one of
+    its siblings had no reward yet: `early_share` is the share of early answers. `early_length` is the mean length of
+    early answers divided by the mean length of all answers; it is left out if no answer is early."""
     num_here = Counter(group.prompt for group in batch.groups)
     num_known = np.array([num_here[group.prompt] + len(group.earlier) for group in batch.groups])
     lengths = np.array([member.trajectory.num_tokens for group in batch.groups for member in group.members])

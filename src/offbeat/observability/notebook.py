@@ -22,7 +22,7 @@ from offbeat.observability.console import (
 from offbeat.observability.plot import draw_rewards
 
 Data = dict[str, str]
-"""Forms of an output by MIME type."""
+"""An output of a notebook cell in several forms, by MIME type."""
 
 NUM_ROWS = 12
 """Number of newest rows that are shown; metrics.jsonl has all."""

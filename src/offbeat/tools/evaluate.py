@@ -33,7 +33,7 @@ def evaluate_run(
 ) -> dict[str, float]:
     """Returns mean@k and pass@k of a run's newest weights on the run's own tasks. `prompts` and `samples` replace
     `eval.prompts` and `eval.samples`. If the run was started from Python with a reward or with functions that make
-    prompts, `reward` and `functions` must be the same again."""
+    prompts, give these again as `reward` and `functions`."""
     given = {"eval.prompts": prompts, "eval.samples": samples, "run.name": "none"}
     words = [f"--{key}={value}" for key, value in given.items() if value is not None]
     mixture = wiring.make_mixture(load(run / CONFIG, words), reward, functions, run)

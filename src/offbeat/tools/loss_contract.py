@@ -59,7 +59,7 @@ def kind_of(function: Callable[..., Any], spec: str) -> str:
     if len(found) != 1:
         raise UserError(
             f"{spec}: takes {', '.join(sorted(names)) or 'nothing'}; a loss takes tokens and settings, an advantage "
-            "rewards and groups; name its parameters so, or add --kind loss or --kind advantage"
+            "rewards and groups; rename its parameters, or add --kind loss or --kind advantage"
         )
     return found[0]
 

@@ -297,8 +297,8 @@ def _listen(host: str, port: int) -> str:
 
 
 def check_model(path: str) -> tuple[Finding, int]:
-    """Checks the model at `path`, a folder or a name on the hub, by the headers of its files. Asks the hub about a model
-    that is not downloaded yet. Returns the finding and the model's number of parameters (0 if unknown)."""
+    """Checks the model at `path`, a folder or a name on the hub, by the headers of its files. Asks the hub about a
+    model that is not downloaded yet. Returns the finding and the model's number of parameters (0 if unknown)."""
     try:
         parameters = num_parameters(path) or 0
         folder = cached_folder(path) if is_hub_name(path) else resolve(path)
