@@ -29,10 +29,10 @@ def test_a_source_may_skip_problems_but_never_repeat_one(ledger: Ledger):
 
 def test_ordinals_are_drawn_without_a_gap_and_only_once(ledger: Ledger):
     groups = new_groups(ledger, 2)
-    with pytest.raises(Refused, match="next ordinal to admit is 0"):
+    with pytest.raises(Refused, match="the next ordinal is 0"):
         ledger.admit(groups[1:])
     ledger.admit(groups)
-    with pytest.raises(Refused, match="next ordinal to admit is 2"):
+    with pytest.raises(Refused, match="the next ordinal is 2"):
         ledger.admit(groups)
 
 

@@ -68,7 +68,7 @@ def test_only_the_step_of_the_latest_version_can_be_claimed(ledger: Ledger):
 
 
 def test_before_the_first_version_there_is_nothing_to_train_from(tmp_path: Path):
-    with Ledger(tmp_path / "ledger.sqlite") as empty, pytest.raises(Refused, match="no version is published"):
+    with Ledger(tmp_path / "ledger.sqlite") as empty, pytest.raises(Refused, match="no version has been published yet"):
         claim(empty, 0, 1, 0)
 
 
