@@ -208,7 +208,8 @@ def num_without_signal(db: Database, step: int) -> int:
 
 
 def _num_drawn_before(db: Database, step: int, ordinal: int) -> int:
-    """Returns how many ordinals below `ordinal` were drawn for `step`; re-issued groups do not count again."""
+    """Returns how many training groups that require `step` have an ordinal below `ordinal`. A re-issued group has the
+    ordinal of the dropped one and does not count again."""
     query = """SELECT COUNT(DISTINCT ordinal) FROM groups
                WHERE purpose = 'train' AND require_step = ? AND ordinal < ?"""
     return int(db.execute(query, (step, ordinal)).fetchone()[0])

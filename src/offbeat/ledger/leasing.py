@@ -135,8 +135,8 @@ class Leasing(Groups):
 
     @transactional
     def release(self, worker: str | None = None) -> int:
-        """Reopens the tasks leased by `worker`, or all leased tasks if None, and returns their number. No attempt
-        counts as failed."""
+        """Reopens the tasks leased by `worker`, or all leased tasks if `worker` is None, and returns their number. No
+        attempt counts as failed."""
         query = "SELECT id, group_id FROM tasks WHERE state = 'leased' AND (? IS NULL OR worker = ?)"
         tasks = self.execute(query, (worker, worker)).fetchall()
         _reopen(self, tasks)
@@ -145,7 +145,8 @@ class Leasing(Groups):
     @transactional
     def give_back(self, leases: Sequence[Lease], *, untouched: bool = False) -> int:
         """Reopens the tasks of `leases` and returns how many were still leased. No attempt counts as failed.
-        `untouched` says that the workers sampled no tokens under these leases and will submit nothing."""
+        `untouched` says that the workers sampled no tokens under these leases and will submit nothing: any version may
+        then begin a group that has no other token."""
         query = "SELECT id, group_id FROM tasks WHERE id = ? AND fence = ? AND worker = ? AND state = 'leased'"
         found = [row for lease in leases for row in self.execute(query, (lease.task, lease.fence, lease.worker))]
         _reopen(self, found)
@@ -227,7 +228,8 @@ def _assigned(
 
 
 def _steps(db: Database, version: int | None) -> tuple[int | None, int]:
-    """Returns the step of `version` (None if unknown or abandoned), and the first step without a batch."""
+    """Returns the step of `version` (None if the version was never published or is abandoned), and the first step
+    without a batch."""
     query = """SELECT (SELECT step FROM versions WHERE number = ? AND abandoned = 0),
                       (SELECT step FROM versions NOT INDEXED WHERE abandoned = 0 ORDER BY number DESC LIMIT 1),
                       (SELECT MAX(step) + 1 FROM batches WHERE state <> 'undone')"""

@@ -53,7 +53,7 @@ class GroupState(StrEnum):
     """In a batch that is not committed yet."""
     TRAINED = "trained"
     EVALUATED = "evaluated"
-    """End of an evaluation group."""
+    """Evaluation group of which every member has ended, and at least one was scored."""
     DROPPED = "dropped"
     """Ended without training; `reason` says why."""
 
@@ -309,7 +309,7 @@ class TrajectoryCounts:
 @dataclass(frozen=True)
 class TokenCounts:
     """Numbers of sampled tokens: generated = trained + masked + waiting + partial + wasted + evaluated. `masked` and
-    `wasted` are by reason."""
+    `wasted` map reasons to numbers of tokens."""
 
     generated: int = 0
     trained: int = 0

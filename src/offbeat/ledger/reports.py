@@ -196,7 +196,7 @@ class Producer:
     num_compared: int = 0
     """Number of its tokens whose log-probs an audit recomputed."""
     num_off: int = 0
-    """Number of compared tokens whose recomputed log-prob differs too much."""
+    """Number of compared tokens whose recomputed log-prob differs too much from the worker's."""
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -314,7 +314,7 @@ class Reports(Versions):
         )
 
     def counts(self) -> Counts:
-        """Counts groups, trajectories and tokens by their fate; each generated token is counted once."""
+        """Counts groups, trajectories and tokens by what became of them; each generated token is counted once."""
         groups: Counter[str] = Counter()
         dropped: Counter[str] = Counter()
         trajectories: Counter[str] = Counter()

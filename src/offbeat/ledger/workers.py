@@ -85,7 +85,8 @@ class WorkerRecord:
     num_compared: int = 0
     """Number of its tokens whose log-probs an audit recomputed; set by `list_workers` only."""
     num_off: int = 0
-    """Number of compared tokens whose recomputed log-prob differs too much; set by `list_workers` only."""
+    """Number of compared tokens whose recomputed log-prob differs too much from the worker's; set by `list_workers`
+    only."""
     num_leased: int = 0
     """Number of tasks that it holds; set by `list_workers` only."""
     last_seen_at: float | None = None
@@ -265,7 +266,8 @@ def _latest_compared(db: Database, worker: str) -> list[Compared]:
 
 
 def num_compared(db: Database) -> dict[str, tuple[int, int]]:
-    """Returns, by worker, how many of its log-probs audits have recomputed, and how many of these differ too much."""
+    """Returns two numbers by worker: how many of its tokens' log-probs were recomputed by audits, and how many of the
+    recomputed ones differ too much."""
     query = """SELECT worker, SUM(num_compared), SUM(num_off) FROM segments INDEXED BY segments_compared
                WHERE num_compared > 0 GROUP BY worker"""
     return {worker: (compared, off) for worker, compared, off in db.execute(query)}

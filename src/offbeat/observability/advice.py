@@ -30,9 +30,9 @@ SOLVED = 0.1
 """A task counts as solved if the mean reward is this close to the best reward so far. The unit is the distance between
 the best and the worst reward."""
 MOST_CUT, MANY_CUT = 0.8, 0.5
-"""Shares of answers cut at the length limit: a share above the first is a finding after `FEW_STEPS` steps, above the
-second after `MANY_STEPS`. A healthy run was above 0.5 for four steps and reached 0.73, while its model tried out longer
-answers."""
+"""Shares of answers cut at the length limit. A run gets advice if more than `MOST_CUT` are cut for `FEW_STEPS` steps in
+a row, or more than `MANY_CUT` for `MANY_STEPS` steps in a row. A healthy run was above 0.5 for four steps and reached
+0.73, while its model tried out longer answers."""
 COLLAPSED, MIN_ENTROPY = 0.05, 0.02
 """Limits for the entropy: the first relative to the entropy in the first steps, the second absolute. If the entropy is
 below both, answers hardly vary any more. The entropy of a healthy run fell to 0.05, 0.04 times its first value."""
@@ -114,7 +114,7 @@ def few_held_out(num_problems: int, wanted: int) -> Advice | None:
 
 @dataclass(frozen=True)
 class Keys:
-    """Values of configuration keys that advice names."""
+    """Values of the configuration keys that appear in advice."""
 
     max_new_tokens: int
     group_size: int
@@ -162,7 +162,7 @@ class Adviser:
         return self._new([Advice("failed evaluation", text)])
 
     def no_worker(self, seconds: float) -> list[Advice]:
-        """Returns advice if no worker has been present for too long."""
+        """Returns advice if no worker has asked for work for `seconds`, and that is at least `NO_WORKER_S`."""
         if seconds < NO_WORKER_S:
             return []
         text = (

@@ -117,8 +117,8 @@ class Reporter:
             self.event("advice", about=advice.about, text=advice.text)
 
     def doing(self, text: str, num_workers: int) -> None:
-        """Shows what the run is doing now, and gives advice if no worker has been present for long. The caller calls it
-        about once a second."""
+        """Shows what the run is doing now, and gives advice if `num_workers`, the number of present workers, has been 0
+        for long. The caller calls it about once a second."""
         now_s = time.monotonic()
         if num_workers:
             self._seen_worker_s = now_s
