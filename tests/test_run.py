@@ -117,7 +117,7 @@ def test_it_draws_looks_evaluates_and_exports(run, tmp_path, capsys):
     assert "eval_mean@2" in figures
     assert capsys.readouterr().err == ""
     assert run.evaluate(prompts=500)["eval_prompts"] == 6
-    assert capsys.readouterr().err.startswith("warning: eval.prompts = 500: the tasks hold out only 6, ")
+    assert capsys.readouterr().err.startswith("warning: eval.prompts = 500: the tasks hold out only 6 prompts, ")
     assert (run.export(tmp_path / "model") / "model.safetensors").is_file()
 
 

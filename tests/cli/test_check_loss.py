@@ -56,9 +56,8 @@ def test_a_loss_that_does_not_is_told_why_and_ends_with_status_1(capsys):
 
 def test_a_warning_leaves_the_status_at_0(capsys):
     out = said(capsys, 0, "own.py:wrong_way")
-    assert (
-        "\n! fresh tokens of better answers become likelier, of worse ones less likely: 22 of 22 tokens move the" in out
-    )
+    sentence = "\n! fresh tokens of better answers become likelier, of worse ones less likely: "
+    assert f"{sentence}the loss moves 22 of 22 tokens the wrong way" in out
 
 
 def test_an_advantage_is_known_by_its_parameters(capsys):

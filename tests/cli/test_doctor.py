@@ -282,7 +282,9 @@ def test_a_server_is_asked_what_it_is(torch):
     with vllm.serving() as url:
         said = told("--engine-url", url)
     assert about(said, "server")["told"] == f"vllm 0.32.0 bfloat16 at {url}, 512 tokens of context"
-    assert about(said, "weights")["told"] == "version known for each token; labels; KV refill, same, stale"
+    assert about(said, "weights")["told"] == (
+        "their version is known for each token; weights can be labelled; KV modes: refill, same, stale"
+    )
     assert about(said, "log-probs")["told"] == "computed after temperature"
     assert f"--rollout.engine vllm --rollout.workers 1 --engine.url {url}: vllm 0.32.0" in said["works"]
     assert vllm.sent == ["/inference/v1/generate"]
@@ -309,7 +311,7 @@ def test_a_server_that_was_started_wrongly_is_told_with_how_to_start_it(torch):
     assert "start it with VLLM_SERVER_DEV_MODE=1" in about(said, "server")["told"]
     assert about(said, "server")["level"] == "stops"
     said = told("--engine-url", url)  # where nobody listens any more
-    assert f"{url}: no answer; start one, such as VLLM_SERVER_DEV_MODE=1 vllm serve" in about(said, "server")["told"]
+    assert f"{url}: no server answers; start one, such as VLLM_SERVER_DEV_MODE=1" in about(said, "server")["told"]
 
 
 def test_a_port_in_use_stops_the_run_that_wants_it(torch):

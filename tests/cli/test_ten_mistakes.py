@@ -138,8 +138,8 @@ def test_9_an_answer_that_is_compared_with_a_number(user):
     assert (status, errors) == (
         0,
         "warning: the right answer '2' of a problem of task problems (problems.jsonl:1) earned 0 in a trial: check "
-        "task.reward (answers are passed as text, so compare text or convert both); ignore this if the reward wants "
-        "more than the bare answer\n",
+        "task.reward (answers are passed as text, so compare text, or convert both the response and the answer); "
+        "ignore this if the reward wants more than the bare answer\n",
     )
     _, _, again = user(*words)
     assert again.startswith(errors)  # and then the model

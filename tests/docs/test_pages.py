@@ -62,7 +62,7 @@ def test_a_command_on_a_page_works(page: Path, command: str, reader: Reader):
             assert words == ["src/offbeat/model/tiny", "6"]
         case ["offbeat", "doctor", "--engine-url", url]:
             said = reader.offbeat("doctor", "--engine-url", url.replace(":8000", ":9"))
-            assert (said.status, f"server: {url.replace(':8000', ':9')}: no answer; start one" in said.out) == (1, True)
+            assert (said.status, f"server: {url.replace(':8000', ':9')}: no server answers;" in said.out) == (1, True)
         case ["python", "-m", "benchmarks", name, "--full"]:
             assert "--full" in (ROOT / "benchmarks" / "__main__.py").read_text()
             assert (ROOT / "benchmarks" / name / "__main__.py").is_file()

@@ -48,7 +48,7 @@ def test_long_prompts_beyond_the_sample_are_left_out_told_once_and_recorded(tmp_
     assert [event["source_ordinal"] for event in left_out] == [65, 66, 67, 68, 69]
     assert left_out[0]["why"] == "problem, problem 65: its prompt has 122 tokens, over rollout.max_prompt_tokens = 64"
     told = capsys.readouterr().err
-    assert told.count("it is left out, as are others like it: see events.jsonl") == 1
+    assert told.count("this prompt and others like it are left out: see events.jsonl") == 1
     assert drawn(tmp_path)[63:67] == ["1+3=", "1+4=", "1+0=", "1+1="]
 
 

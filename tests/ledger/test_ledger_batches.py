@@ -68,7 +68,7 @@ def test_only_the_step_of_the_latest_version_can_be_claimed(ledger: Ledger):
 
 
 def test_before_the_first_version_there_is_nothing_to_train_from(tmp_path: Path):
-    with Ledger(tmp_path / "ledger.sqlite") as empty, pytest.raises(Refused, match="no version is published"):
+    with Ledger(tmp_path / "ledger.sqlite") as empty, pytest.raises(Refused, match="no version has been published yet"):
         claim(empty, 0, 1, 0)
 
 
@@ -78,7 +78,7 @@ def test_a_commit_is_idempotent_by_step(ledger: Ledger):
     assert ledger.counts().groups == {"trained": 2}
     assert ledger.latest_version() == version(1, 1, 0)
     assert ledger.next_version_number() == 2
-    with pytest.raises(Conflict, match="step 0 was committed as version 1, not 2"):
+    with pytest.raises(Conflict, match=r"step 0 was already committed as version 1, .* as version 2"):
         ledger.commit(0, version(2, 1, 0))
     with pytest.raises(Conflict, match="under a new number"):
         ledger.commit(0, version(1, 1, 0, digest="other weights"))
@@ -111,7 +111,7 @@ def test_version_numbers_only_grow(ledger: Ledger):
 
 
 def test_a_version_without_a_batch_is_the_same_weights_under_a_new_number(ledger: Ledger):
-    with pytest.raises(Conflict, match="has other weights"):
+    with pytest.raises(Conflict, match="their weights differ"):
         ledger.publish(version(1, 0, 0, digest="other weights"))
     with pytest.raises(Refused, match="commit the batch of step 0"):
         ledger.publish(version(1, 1, 0))

@@ -103,7 +103,7 @@ def test_a_damaged_or_missing_file_is_found_and_named(tmp_path: Path):
         files[1].unlink()
         files[2].unlink()
         found = ledger.verify().violations
-        assert [line for line in found if "task 1 cannot be read" in line and "is damaged: its digest differs" in line]
+        assert [line for line in found if "task 1 cannot be read" in line and "is damaged: its content" in line]
         assert [line for line in found if "task 2 cannot be read" in line and "No such file" in line]
         assert [line for line in found if "the partial of task 3 cannot be read" in line]
         assert ledger.verify(with_bodies=False).holds

@@ -71,7 +71,7 @@ def test_whatever_follows_a_partial_must_begin_with_it(overlapping: Ledger):
     again = overlapping.lease("w", 1, 0)[0]
     for end in (None, End.STOP):
         elsewhere = answer(replace(again, prefix=None), [0, 0], salt="elsewhere", end=end)
-        with pytest.raises(Refused, match="does not begin with the partial that it should continue"):
+        with pytest.raises(Refused, match="does not begin with the partial trajectory that is stored"):
             send(overlapping, elsewhere, fence=2)
     assert send(overlapping, answer(again, [0]), fence=2) is Outcome.STORED
 

@@ -45,7 +45,7 @@ def test_one_bad_trajectory_is_refused_alone(ledger: Ledger, task):
     bad = answer(replace(other, prompt=np.array([9])), [0])
     refused, stored = ledger.submit([handed(bad), handed(answer(task, [0]))])
     assert isinstance(refused, Refused)
-    assert "its prompt differs from the one that was issued" in str(refused)
+    assert "its prompt differs from the prompt of its task" in str(refused)
     assert stored is Outcome.STORED
     (waiting,) = ledger.unscored(9)
     assert waiting.task == task.id

@@ -99,7 +99,7 @@ def test_a_task_that_is_not_answered_tells_how_far_it_came(ledger: Ledger):
     ledger.lose([held for held in ledger.leased() if held.task == lost.id])
     assert ledger.task_detail(begun.id).trajectory == partial
     assert [segment.version for segment in ledger.task_detail(begun.id).segments] == [0]
-    assert any("workers lost while they held it: 1" in line for line in what(ledger, lost.id))
+    assert any("workers lost while they held the task: 1" in line for line in what(ledger, lost.id))
     waiting = ledger.task_detail(fresh.id)
     assert (waiting.state, waiting.trajectory, waiting.reward, waiting.segments) == ("leased", None, None, ())
     assert waiting.prompt.tolist() == fresh.prompt.tolist()

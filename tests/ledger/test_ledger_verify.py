@@ -114,7 +114,10 @@ EDITS = {
         "is still open, though all of its members have ended",
     ),
     "nothing scored": (f"UPDATE groups SET num_scored = 0 WHERE id = {TRAINED}", "but has no scored member"),
-    "trained without its batch": (f"UPDATE groups SET batch = NULL WHERE id = {TRAINED}", "but its batch is None"),
+    "trained without its batch": (
+        f"UPDATE groups SET batch = NULL WHERE id = {TRAINED}",
+        "the state of its batch is None",
+    ),
     "evaluation trained": (
         "UPDATE groups SET state = 'ready' WHERE purpose = 'eval'",
         "has purpose eval, but is in state ready",
@@ -160,8 +163,8 @@ EDITS = {
         "UPDATE groups SET sibling = 1 WHERE ordinal = 0",
         "the 1 groups of prompt 0 of source 'sums' are not siblings 0 to 1 - 1",
     ),
-    "cursor moved": ("UPDATE sources SET drawn = drawn + 1", "prompts drawn from source 'sums', but its groups show"),
-    "cursor lost": ("DELETE FROM sources", "from source 'sums', but the cursor has no entry for it"),
+    "cursor moved": ("UPDATE sources SET drawn = drawn + 1", "prompts drawn from source 'sums', but the groups of"),
+    "cursor lost": ("DELETE FROM sources", "from source 'sums', but the data cursor has no entry for it"),
     "trained twice": (
         "INSERT INTO batch_members SELECT (SELECT id FROM batches WHERE state = 'claimed'), m.task, 0, 0, 0, 0 "
         "FROM batch_members m JOIN batches b ON b.id = m.batch WHERE b.step = 0",
@@ -201,7 +204,7 @@ EDITS = {
     "gave another version": ("UPDATE batches SET to_version = 3 WHERE step = 1", "produced version 3 (step 3"),
     "commit lost in between": (
         "UPDATE batches SET to_version = NULL WHERE step = 0 AND state = 'trained'",
-        "but a later step's batch already has one to train from",
+        "but the batch of a later step already has a version to train from",
     ),
     "step skipped": ("UPDATE batches SET step = 7 WHERE state = 'claimed'", "but the steps between them have none"),
     "batch without groups": (
@@ -214,7 +217,7 @@ EDITS = {
     ),
     "version on an abandoned one": (
         "UPDATE versions SET abandoned = 1 WHERE number = 4",
-        "has parent 4 of step 1, which",
+        "has parent 4 of step 1, but",
     ),
     "version without a parent": ("UPDATE versions SET parent = NULL WHERE number = 4", "has no parent, but is not the"),
     "two sets of weights": (
@@ -249,7 +252,7 @@ EDITS = {
     ),
     "beginning of an ended task": (
         f"UPDATE partials SET task = {SCORED}",
-        "is scored, but a partial of its trajectory is still kept",
+        "is scored, but a partial trajectory is still stored for it to continue",
     ),
     "beginning lost from sight": (
         "UPDATE partials SET state = 'continued', body = NULL",
@@ -257,7 +260,7 @@ EDITS = {
     ),
     "beginning in an abandoned version": (
         "UPDATE partials SET last_version = 3",
-        "ends in version 3, which is abandoned",
+        "ends with tokens of version 3, which is abandoned",
     ),
     "beginning changed": ("UPDATE partials SET body = x'80'", "was changed after it was submitted: its digest differs"),
     "beginning told otherwise": (
@@ -274,7 +277,7 @@ EDITS = {
     ),
     "segment of a stranger": (
         f"UPDATE segments SET worker = 'stranger' WHERE task = {SCORED}",
-        "is recorded for worker stranger, which submitted nothing of that length",
+        "is recorded for worker stranger, but that worker submitted no answer long enough to contain it",
     ),
     "pruned and not counted": (
         f"UPDATE trajectories SET pruned = 1, body = NULL WHERE task = {SCORED}",

@@ -54,7 +54,8 @@ CROSS JOIN tasks t ON t.group_id = s.id CROSS JOIN rewards r ON r.task = t.id
 WHERE o.purpose = 'train' AND o.reissue_of IS NULL AND o.source = :source AND o.source_ordinal = :source_ordinal
     AND s.batch IS NOT :batch AND s.reason IS NOT 'abandoned' AND r.value IS NOT NULL AND r.seq <= :last_reward
 """
-"""Query for the rewards that a prompt's groups outside the batch had when the batch was claimed."""
+"""Query for the rewards of a prompt's groups outside the batch, as far as they were stored when the batch was
+claimed."""
 
 
 class SiblingRewards(NamedTuple):
@@ -64,7 +65,8 @@ class SiblingRewards(NamedTuple):
     prompt: int
     """Id of the first group drawn for the prompt, which identifies the prompt."""
     earlier: tuple[float, ...]
-    """Sibling rewards stored before the claim, sorted by group ordinal so that the order of scoring does not matter."""
+    """Rewards of siblings outside the batch, as far as they were stored before the claim. They are sorted by group
+    ordinal, so that the order of scoring does not matter."""
 
 
 def sibling_rewards(db: Database, batch: int) -> dict[int, SiblingRewards]:
@@ -96,17 +98,18 @@ class Batches(Versions):
     @transactional
     def claim(self, step: int, *, in_order: bool = True) -> Batch | None:
         """Returns the batch of `step`; None while too few groups are ready or `rules.groups.select` says to wait. The
-        first successful claim chooses the batch; later claims return the same one. A new batch must be of the latest
-        version's step or, once that step has a batch, of the step after it."""
+        first successful claim chooses the groups: those drawn first if `in_order`, else those begun with the oldest
+        versions. Later claims return the same batch. A new batch must be of the latest version's step or, once that
+        step has a batch, of the step after it."""
         newest = self.latest_version()
         found = _living_batch(self, step)
         if found is None:
             is_ahead = newest is not None and newest.step + 1 == step and _living_batch(self, newest.step) is not None
             if newest is None or (newest.step != step and not is_ahead):
-                at = "no version is published"
+                at = "no version has been published yet"
                 if newest is not None:
                     at = f"the latest version is of step {newest.step}"
-                    at += ", which has no batch yet" if newest.step + 1 == step else ""
+                    at += ", and the batch of that step must be claimed first" if newest.step + 1 == step else ""
                 raise Refused(f"the batch of step {step} cannot be claimed: {at}")
             return _choose(self, step, None if is_ahead else newest.number, in_order)
         if found["state"] == BatchState.CLAIMED and newest is not None and newest.step == step:
@@ -126,7 +129,10 @@ class Batches(Versions):
         if batch["to_version"] is not None:
             if batch["to_version"] == version.number and versions.is_recorded(self, version):
                 return
-            raise Conflict(f"step {step} was committed as version {batch['to_version']}, not {version.number}")
+            raise Conflict(
+                f"step {step} was already committed as version {batch['to_version']}, so it cannot be committed again "
+                f"as version {version.number}"
+            )
         parent = versions.living_parent(self, version)
         if parent.step != step or version.step != step + 1:
             raise Refused(
@@ -147,8 +153,8 @@ class Batches(Versions):
         return None if newest is None or is_batch_claimed(self) else newest.number
 
     def as_trainer(self, generation: int, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Runs `call` in one transaction if `generation` (the number of a trainer's start) is the latest; raises
-        `RunStopped` if another trainer has taken over."""
+        """Runs `call` in one transaction and returns its result. Raises `RunStopped` instead if `generation` (the
+        number of a trainer's start) is not the latest, because another trainer has taken over."""
         with self.transaction():
             self.check_generation(generation)
             return call(*args, **kwargs)
@@ -165,8 +171,8 @@ class Batches(Versions):
             )
         if generation > known:
             raise RunStopped(
-                f"ledger {self.path} knows trainers up to generation {known}, but this trainer has {generation}: it "
-                "began with another ledger; start the trainer again"
+                f"this trainer has generation {generation}, but the latest one in ledger {self.path} is {known}: the "
+                "trainer was started with another ledger; start it again"
             )
 
     @transactional
@@ -224,9 +230,9 @@ def _choose(db: Database, step: int, from_version: int | None, in_order: bool) -
 
 
 def _may_change(db: Database, count: int, oldest: int) -> bool:
-    """Whether a claim could take or drop groups. It can do neither if fewer than `count` groups are ready and none may
-    hold tokens of an abandoned version or from before step `oldest`. This check must be cheap, because a claim is tried
-    after every stored reward."""
+    """Whether a claim could take or drop groups: at least `count` groups are ready, or a group may have to be dropped,
+    because it may have tokens of an abandoned version or from before step `oldest`, or requires a version from before
+    that step. This check must be cheap, because a claim is tried after every stored reward."""
     ready = "SELECT 1 FROM groups INDEXED BY groups_alive WHERE state = 'ready' AND purpose = 'train'"
     query = f"""SELECT (SELECT COUNT(*) FROM ({ready} LIMIT :count)) = :count
                     OR EXISTS ({ready} AND first_step IS NULL) OR EXISTS ({ready} AND first_step < :oldest)
@@ -237,9 +243,9 @@ def _may_change(db: Database, count: int, oldest: int) -> bool:
 
 
 def _eligible(db: Database, step: int, count: int, oldest: int, in_order: bool) -> list[tuple[Any, ...]]:
-    """Loads the groups from which `select` chooses: all unfinished ones, the first `count` ready ones in the order of
-    selection, and all that may have tokens of an abandoned version or from before step `oldest`. Other groups cannot be
-    in the batch; leaving them out keeps the cost independent of the number of waiting groups."""
+    """Returns the groups from which `select` chooses: all unfinished groups, the first `count` ready groups in the
+    order of selection, and all ready groups that may have tokens of an abandoned version or from before step `oldest`.
+    Other groups cannot be in the batch. Leaving them out keeps the cost independent of the number of waiting groups."""
     values = {"step": step, "oldest": oldest, "count": count}
     columns, due = "id, ordinal, state, require_step, first_step", "(require_step IS NULL OR require_step <= :step)"
     unfinished = f"SELECT {columns} FROM groups WHERE state = 'open' AND purpose = 'train' AND {due}"
@@ -364,13 +370,13 @@ def _compare(db: Database, batch: int, compared: Sequence[ComparedSegment]) -> N
     for task, start, num_tokens, num_off in compared:
         if not 0 <= num_off <= num_tokens:
             raise Refused(
-                f"the audit of task {task} compared {num_tokens} tokens, but reports {num_off} of them as off; allowed "
+                f"the audit of task {task} compared {num_tokens} tokens, but reports num_off = {num_off}; allowed "
                 f"0 to {num_tokens}"
             )
         if db.execute(query, (num_tokens, num_off, task, start, num_tokens, batch)).rowcount != 1:
             raise Refused(
-                f"the audit of task {task} names a segment of {num_tokens} tokens at position {start}, which the "
-                "batch does not have"
+                f"the audit of task {task} compared {num_tokens} tokens of the segment at position {start}, but the "
+                "batch has no sampled segment there with that many tokens"
             )
 
 
@@ -423,8 +429,9 @@ def latest_trainer(db: Database) -> TrainerRecord | None:
 def why_not_from_scratch(before: TrainerRecord | None, arrival: Arrival, step: int) -> str | None:
     """Returns why a trainer without a checkpoint may not undo a run that is at `step`; None if it may.
 
-    `before` is the previous trainer. If it was killed before its first checkpoint, it can only start over; `arrival` is
-    the same trainer if it has the same checkpoint folder (`home`).
+    `before` is the previous start of a trainer, and `arrival` the new one. If both have the same checkpoint folder
+    (`home`), they are starts of the same trainer. If that trainer has never reported a checkpoint, it may undo the run,
+    because it can only start over.
     """
     if before is None or arrival.from_scratch or step == 0:
         return None
@@ -443,7 +450,8 @@ def why_not_from_scratch(before: TrainerRecord | None, arrival: Arrival, step: i
 
 
 def take_over(db: Database, arrival: Arrival, checkpoint_step: int | None) -> int:
-    """Makes the arriving trainer the only one that may change the run; returns its generation (number of the start)."""
+    """Makes the arriving trainer the only one that may change the run; returns its generation (number of the start).
+    `checkpoint_step` is the step of the checkpoint from which it starts; None: it has no checkpoint."""
     before = latest_trainer(db)
     generation = 1 if before is None else before.generation + 1
     db.execute(

@@ -20,7 +20,7 @@ from offbeat.ledger.errors import Damaged, LedgerError
 from offbeat.trajectory import Trajectory
 
 MAX_KEPT_BYTES = 32_000_000
-"""Size of the cache: enough for one step of long answers, or several steps of short ones."""
+"""Largest size of the cache: enough for one step of long answers, or several steps of short ones."""
 OVERHEAD_BYTES = 4000
 """Memory that a cached trajectory takes besides its body."""
 MAX_ROW_BYTES = 256 * 1024
@@ -66,7 +66,8 @@ class Bodies:
             self._num_kept_bytes -= num_bytes
 
     def load(self, wanted: Sequence[tuple[int, bytes]]) -> dict[int, Trajectory]:
-        """Loads trajectories, given as pairs of `seq` (row number) and digest; returns them by `seq`, in order."""
+        """Loads trajectories, given as pairs of `seq` (row number) and digest. Returns them by `seq`, in the same
+        order."""
         kept = [self._find(digest) for _, digest in wanted]
         others = self._read([seq for (seq, _), found in zip(wanted, kept, strict=True) if found is None])
         return {seq: found or others[seq] for (seq, _), found in zip(wanted, kept, strict=True)}
@@ -135,7 +136,10 @@ class Blobs:
                 f"trajectory file {path} cannot be read ({error.strerror}); restore it from a backup"
             ) from error
         if blake3(body).digest() != digest:
-            raise LedgerError(f"trajectory file {path} is damaged: its digest differs; restore it from a backup")
+            raise LedgerError(
+                f"trajectory file {path} is damaged: its content does not match the digest in its name; restore it "
+                "from a backup"
+            )
         return body
 
     def all(self) -> Iterator[bytes]:

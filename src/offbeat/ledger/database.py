@@ -224,7 +224,7 @@ def _remedy(error: sqlite3.DatabaseError) -> str | None:
 def _prepare(connection: sqlite3.Connection, path: Path, read_only: bool, must_exist: bool) -> None:
     found = _schema_of(connection, path)
     if found is None and must_exist:
-        raise NoLedger(f"{path} is empty: it contains no ledger")
+        raise NoLedger(f"{path} is empty: it contains no ledger; check the path")
     if found is not None and found > SCHEMA:
         raise UserError(
             f"{path} was written by a newer Offbeat (schema {found}; this one reads {SCHEMA}); upgrade Offbeat"
@@ -233,7 +233,7 @@ def _prepare(connection: sqlite3.Connection, path: Path, read_only: bool, must_e
         from offbeat.ledger.migrations import MIGRATIONS  # here, because it imports this module
 
         remedy = (
-            "resume the run once to upgrade the file" if found in MIGRATIONS else "finish the run with that older one"
+            "resume the run once to upgrade the file" if found in MIGRATIONS else "finish the run with that Offbeat"
         )
         raise UserError(f"{path} was written by an older Offbeat (schema {found}; this one reads {SCHEMA}); {remedy}")
     connection.execute("PRAGMA foreign_keys = ON")

@@ -66,20 +66,28 @@ class Groups(Versions):
             number = row["require_version"]
             if number is not None:
                 if number not in known or known[number].is_abandoned:
-                    raise Refused(f"group {row['ordinal']}: version {number} was never published or is abandoned")
+                    raise Refused(
+                        f"group {row['ordinal']} requires version {number}, which was never published or is abandoned"
+                    )
                 row["require_step"] = known[number].step
             if row["purpose"] == Purpose.EVAL:
                 row["eval"] = _eval_round(self, row)
                 continue
             if row["ordinal"] != next_ordinal:
-                raise Refused(f"group {row['ordinal']} cannot be admitted: the next ordinal to admit is {next_ordinal}")
+                raise Refused(
+                    f"the group with ordinal {row['ordinal']} cannot be admitted: the next ordinal is {next_ordinal}"
+                )
             source, source_ordinal, sibling = this = DrawCursor(row["source"], row["source_ordinal"], row["sibling"])
             if sibling and this._replace(sibling=sibling - 1) != last:
                 raise Refused(
-                    f"group {row['ordinal']}: sibling {sibling} does not follow sibling {sibling - 1} directly"
+                    f"group {row['ordinal']} is sibling {sibling} of its prompt, but does not follow sibling "
+                    f"{sibling - 1} of the same prompt directly"
                 )
             if not sibling and source_ordinal < drawn.get(source, 0):
-                raise Refused(f"prompt {source_ordinal} of {source!r} was drawn already; the next is {drawn[source]}")
+                raise Refused(
+                    f"prompt {source_ordinal} of source {source!r} was drawn already; the next prompt of this source "
+                    f"is {drawn[source]}"
+                )
             next_ordinal, drawn[source], last = next_ordinal + 1, source_ordinal + 1, this
         self.executemany(
             "INSERT INTO sources VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET drawn = excluded.drawn", drawn.items()
@@ -89,7 +97,10 @@ class Groups(Versions):
 
 def _row(group: NewGroup) -> dict[str, Any]:
     if group.size < 1 or len(group.prompt_tokens) == 0:
-        raise Refused(f"group {group.ordinal}: it must have at least one member and one prompt token")
+        raise Refused(
+            f"group {group.ordinal} has {group.size} members and {len(group.prompt_tokens)} prompt tokens; it needs at "
+            "least one of each"
+        )
     try:
         problem = json.dumps(group.problem, ensure_ascii=False)
     except (TypeError, ValueError) as error:
@@ -140,9 +151,9 @@ def _insert(db: Database, rows: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def settle_groups(db: Database, groups: Iterable[int]) -> int:
-    """Ends those open groups in `groups` whose tasks are all scored or failed, and drops those in which too many tasks
-    failed. Also drops ended groups with equal rewards, as far as `max_no_signal` allows. Returns the number
-    of groups dropped."""
+    """Ends the open groups in `groups` whose tasks are all scored or failed. Drops open groups in which too many tasks
+    failed and, as far as `max_no_signal` allows, ended groups with equal rewards. Returns the number of groups
+    dropped."""
     query = """SELECT id, purpose, size, num_scored, num_failed, retry FROM groups
                WHERE +state = 'open' AND id IN (SELECT value FROM json_each(?)) ORDER BY id"""  # + avoids state's index
     ended: list[tuple[str, float, int]] = []
@@ -197,7 +208,8 @@ def num_without_signal(db: Database, step: int) -> int:
 
 
 def _num_drawn_before(db: Database, step: int, ordinal: int) -> int:
-    """Returns how many ordinals below `ordinal` were drawn for `step`; re-issued groups do not count again."""
+    """Returns how many training groups that require `step` have an ordinal below `ordinal`. A re-issued group has the
+    ordinal of the dropped one and does not count again."""
     query = """SELECT COUNT(DISTINCT ordinal) FROM groups
                WHERE purpose = 'train' AND require_step = ? AND ordinal < ?"""
     return int(db.execute(query, (step, ordinal)).fetchone()[0])
@@ -223,9 +235,9 @@ def drop(db: Database, groups: Sequence[int], reason: Drop, at_step: int | None 
 
 def reissue(db: Database, groups: Sequence[int], *, with_new_seed: bool, for_step: int | None = None) -> list[int]:
     """Admits the prompts of dropped groups again, as new groups with the same ordinals; returns the new groups' ids.
-    With `with_new_seed`, this counts as a retry and changes the seed. If a dropped group had to be sampled from the
-    version of one step (`require_step`), so must the new group: of step `for_step`, or of the same step if `for_step`
-    is None. The new group waits until that step has a version."""
+    With `with_new_seed`, this counts as a retry and changes the seed. If only the version of one step could sample the
+    dropped group (`require_step`), the new group requires step `for_step` or, if `for_step` is None, the same step. It
+    waits until the required step has a version."""
     rows = []
     for group in groups:
         values = db.execute(f"SELECT {COPIED} FROM groups WHERE id = ?", (group,)).fetchone()

@@ -35,10 +35,10 @@ OPEN = """groups INDEXED BY groups_open
 OPEN_EVAL = f"{OPEN} AND (purpose <> 'eval') < 1"
 """`OPEN` for evaluation groups only; the condition is written so that the index returns them in order."""
 TO_RETRY = "t.state = 'open' AND t.fence > 0 AND t.failed_fence = t.fence"
-"""Condition for open tasks whose last attempt failed."""
+"""SQL condition for open tasks whose last attempt failed."""
 NUM_NEAR = 8
-"""A lease call first loads this many open groups, plus one per task that it may lease. The others, often hundreds,
-seldom matter."""
+"""A lease call first loads this many open groups, plus one per task that it may lease. The other open groups, often
+hundreds, seldom matter."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class LeaseRequest:
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other active worker has slots (places for tasks): this request is for as many tasks as all workers
-        together can hold."""
+        """Whether no other active worker has slots (places for tasks), because `capacity` is at least the number of
+        slots of all active workers together."""
         return self.total_slots is None or self.total_slots <= self.capacity
 
     @property
@@ -135,8 +135,8 @@ class Leasing(Groups):
 
     @transactional
     def release(self, worker: str | None = None) -> int:
-        """Reopens the tasks leased by `worker`, or all leased tasks if None, and returns their number. No attempt
-        counts as failed."""
+        """Reopens the tasks leased by `worker`, or all leased tasks if `worker` is None, and returns their number. No
+        attempt counts as failed."""
         query = "SELECT id, group_id FROM tasks WHERE state = 'leased' AND (? IS NULL OR worker = ?)"
         tasks = self.execute(query, (worker, worker)).fetchall()
         _reopen(self, tasks)
@@ -145,7 +145,8 @@ class Leasing(Groups):
     @transactional
     def give_back(self, leases: Sequence[Lease], *, untouched: bool = False) -> int:
         """Reopens the tasks of `leases` and returns how many were still leased. No attempt counts as failed.
-        `untouched` says that the workers sampled no tokens under these leases and will submit nothing."""
+        `untouched` says that the workers sampled no tokens under these leases and will submit nothing: any version may
+        then begin a group that has no other token."""
         query = "SELECT id, group_id FROM tasks WHERE id = ? AND fence = ? AND worker = ? AND state = 'leased'"
         found = [row for lease in leases for row in self.execute(query, (lease.task, lease.fence, lease.worker))]
         _reopen(self, found)
@@ -168,7 +169,8 @@ class Leasing(Groups):
         self, worker: str, task: int, fence: int, reason: str, detail: str | None = None, *, counts: bool = True
     ) -> TaskState:
         """Records a failed attempt and returns the task's new state: open again, or failed after `max_attempts`
-        failures that count. `counts` is False if the worker is set aside, that is, gets no tasks for now."""
+        failures that count. The failure does not count if `counts` is False, as for a worker that gets no tasks for now
+        (is set aside)."""
         row = self.execute("SELECT state, worker, fence, failed_fence FROM tasks WHERE id = ?", (task,)).fetchone()
         if row is None:
             raise Unknown(f"task {task} does not exist in this run")
@@ -177,7 +179,9 @@ class Leasing(Groups):
         if state in (TaskState.FAILED, TaskState.DROPPED) or fence == row[3]:
             return state  # the failure was reported before, or the task has ended
         if state not in (TaskState.OPEN, TaskState.LEASED):
-            raise Fenced(f"task {task} can no longer fail: its trajectory is stored (state {state.value})")
+            raise Fenced(
+                f"task {task} can no longer fail, because its trajectory is already stored (state {state.value})"
+            )
         _fail(self, [task], reason, detail, counts=counts)
         return TaskState(self.execute("SELECT state FROM tasks WHERE id = ?", (task,)).fetchone()[0])
 
@@ -224,7 +228,8 @@ def _assigned(
 
 
 def _steps(db: Database, version: int | None) -> tuple[int | None, int]:
-    """Returns the step of `version` (None if unknown or abandoned), and the first step without a batch."""
+    """Returns the step of `version` (None if the version was never published or is abandoned), and the first step
+    without a batch."""
     query = """SELECT (SELECT step FROM versions WHERE number = ? AND abandoned = 0),
                       (SELECT step FROM versions NOT INDEXED WHERE abandoned = 0 ORDER BY number DESC LIMIT 1),
                       (SELECT MAX(step) + 1 FROM batches WHERE state <> 'undone')"""
@@ -300,8 +305,8 @@ def _away(db: Database, groups: Sequence[int], request: LeaseRequest) -> set[int
 
 def _open_tasks(db: Database, group: int, count: int, request: LeaseRequest) -> tuple[list[Task], int | None]:
     """Returns up to `count` open tasks of `group` that the worker may run, and the group's `first_step`: the step of
-    the oldest version that began it, or None. Skips tasks whose partial (unfinished answer) has tokens of a newer
-    version than the worker's. Tasks whose partial came from another worker come last."""
+    the oldest version with which a member was begun, or None. Skips tasks whose partial (unfinished answer) has tokens
+    of a newer version than the worker's. Tasks whose partial came from another worker come last."""
 
     def found(which: str, limit: int) -> list[Any]:
         query = f"""SELECT t.id, t.seed, t.fence + 1, p.digest, p.body, g.prompt, g.sampling, g.require_version,
@@ -342,8 +347,8 @@ def _open_tasks(db: Database, group: int, count: int, request: LeaseRequest) -> 
 
 
 def _forget_first_step(db: Database, groups: Iterable[int]) -> None:
-    """Clears `first_step`, the step of the oldest version that began a group, so that any version may begin the group.
-    Does so only for open groups of which neither the ledger nor a worker has a sampled token."""
+    """Clears `first_step` (the step of the oldest version with which a member was begun), so that any version may begin
+    the group. Does so only for open groups of which neither the ledger nor a worker has a sampled token."""
     db.execute(
         """UPDATE groups SET first_step = NULL
            WHERE id IN (SELECT value FROM json_each(?)) AND +state = 'open' AND num_open = size AND NOT EXISTS (

@@ -184,8 +184,8 @@ class Pruned:
 
 class Maintenance(Database):
     def prune(self, step: int, keep: int = 0) -> Pruned:
-        """Deletes the bytes of trajectories that no resume from a durable checkpoint of `step` or later needs. Keeps
-        the trajectories of the last `keep` steps before `step`."""
+        """Deletes the bytes of trajectories that no resume from a durable checkpoint of `step` or later needs, except
+        those of the last `keep` steps before `step`. Returns the numbers of trajectories and bytes deleted."""
         pruned = Pruned(0, 0)
         while True:
             with self.transaction():

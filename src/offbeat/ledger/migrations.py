@@ -139,7 +139,8 @@ def upgrade(path: Path) -> None:
         log.info("%s: upgraded from schema %d to %d; the old file is %s", path, found, SCHEMA, kept)
     except (sqlite3.DatabaseError, OSError) as error:
         raise UserError(
-            f"ledger {path} cannot be upgraded to schema {SCHEMA}: {error}; the file was not changed"
+            f"ledger {path} cannot be upgraded to schema {SCHEMA}: {error}; the file was not changed: correct the "
+            "cause, then resume the run again"
         ) from error
     finally:
         connection.close()  # also rolls back an uncommitted transaction

@@ -1,9 +1,9 @@
 """Partials: beginnings of trajectories that were handed back unfinished.
 
-Guarantees: a task has at most one kept partial, and only while the task is open or leased. Each further partial, and
-finally the trajectory, begins with the partial before it. So every sampled token is counted once: in the kept partial,
-in its continuation, or as wasted with a reason. If a partial was counted as wasted and a trajectory that continues it
-arrives late, the partial is marked `continued` instead.
+Guarantees: a task has at most one kept partial (one to be continued), and only while the task is open or leased. Each
+further partial, and finally the trajectory, begins with the partial before it. So every sampled token is counted once:
+in the kept partial, in its continuation, or as wasted with a reason. If a partial was counted as wasted and a
+trajectory that continues it arrives late, the partial is marked `continued` instead.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ class LedgerTerms:
     """Settings of a run that its ledger applies."""
 
     groups_per_step: int | None = None
-    """Number of groups in a batch, which also paces leases; None: leases are not paced and no batch can be claimed."""
+    """Number of groups in a batch. It also limits how many groups may be begun (`rules.groups.may_begin`). None: there
+    is no such limit, and no batch can be claimed."""
     max_staleness: int = 0
     """Largest staleness of a token that may be trained: steps from its version to the step that trains it."""
     max_kv_lag: int = 0
@@ -52,7 +53,7 @@ class GroupState(StrEnum):
     """In a batch that is not committed yet."""
     TRAINED = "trained"
     EVALUATED = "evaluated"
-    """End of an evaluation group."""
+    """Evaluation group of which every member has ended, and at least one was scored."""
     DROPPED = "dropped"
     """Ended without training; `reason` says why."""
 
@@ -102,9 +103,9 @@ class Outcome(StrEnum):
     REPEATED = "repeated"
     """The same trajectory was stored already; nothing changed."""
     LATE = "late"
-    """Its task had already ended; the trajectory is stored, and its tokens count as wasted."""
+    """The trajectory is stored, but its task had already ended, so its tokens count as wasted."""
     PARTIAL = "partial"
-    """It is unfinished and was stored as its task's partial; the task may be leased again."""
+    """The trajectory is unfinished and was stored as its task's partial; the task may be leased again."""
 
 
 class Submission(NamedTuple):
@@ -236,8 +237,9 @@ class Batch:
 
 
 class ComparedSegment(NamedTuple):
-    """Audit result of one segment (tokens that one worker sampled from one version). `num_tokens` is the number of
-    tokens whose log-prob the trainer recomputed; `num_off` of them differ too much from the worker's."""
+    """Audit result of one segment: consecutive tokens that one worker sampled from one version. `num_tokens` is the
+    number of tokens whose log-prob the trainer recomputed. For `num_off` of these tokens, the log-probs of trainer and
+    worker differ too much."""
 
     task: int
     start: int
@@ -307,7 +309,7 @@ class TrajectoryCounts:
 @dataclass(frozen=True)
 class TokenCounts:
     """Numbers of sampled tokens: generated = trained + masked + waiting + partial + wasted + evaluated. `masked` and
-    `wasted` are by reason."""
+    `wasted` map reasons to numbers of tokens."""
 
     generated: int = 0
     trained: int = 0

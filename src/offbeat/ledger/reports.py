@@ -38,8 +38,8 @@ FROM trajectories j JOIN tasks t ON t.id = j.task JOIN groups g ON g.id = t.grou
 LEFT JOIN batches b ON b.id = g.batch LEFT JOIN evals e ON e.id = g.eval LEFT JOIN rewards r ON r.task = t.id
 """
 SPREAD = "ROW_NUMBER() OVER (PARTITION BY g.id, r.value ORDER BY j.seq DESC)"
-"""Sort key: among equal rewards, the latest answer of each group comes before any second one, so that a short list has
-different prompts."""
+"""Sort key: among answers with equal rewards, the latest answer of each group comes first, then the second latest of
+each group, and so on. So a short list shows different prompts."""
 ORDERS = {
     "latest": "ORDER BY j.seq DESC",
     "best": f"AND r.value IS NOT NULL ORDER BY r.value DESC, {SPREAD}, j.seq DESC",
@@ -163,7 +163,8 @@ class TaskDetail:
     prompt: np.ndarray
     problem: dict[str, Any]
     trajectory: Trajectory | None
-    """Trajectory of the task, or its kept partial if unfinished; None: neither is stored, or it was pruned."""
+    """Trajectory of the task or, if the task has none yet, its stored partial; None: neither is stored, or the
+    trajectory was pruned."""
     is_pruned: bool
     reward: float | None
     rewards: tuple[Reward, ...]
@@ -195,7 +196,7 @@ class Producer:
     num_compared: int = 0
     """Number of its tokens whose log-probs an audit recomputed."""
     num_off: int = 0
-    """Number of compared tokens whose recomputed log-prob differs too much."""
+    """Number of compared tokens whose recomputed log-prob differs too much from the worker's."""
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -249,8 +250,8 @@ class Reports(Versions):
     def list_trajectories(
         self, limit: int, order: str = "latest", which: TrajectoryFilter = EVERYTHING, after: int = 0
     ) -> list[TrajectoryRow]:
-        """Returns up to `limit` trajectories whose `seq` (number in order of acceptance) is above `after`, sorted by
-        `order`, a key of `ORDERS`."""
+        """Returns up to `limit` trajectories that meet the conditions `which` and whose `seq` (number in order of
+        acceptance) is above `after`, sorted by `order`, a key of `ORDERS`."""
         query = f"{ROWS} WHERE j.seq > :after {which.conditions} {ORDERS[order]} LIMIT :limit"
         found = self.execute(query, {**vars(which), "limit": limit, "after": after})
         return [TrajectoryRow(*(*row[:-2], bool(row[-2]), _by_name(row[-1]))) for row in found]
@@ -313,7 +314,7 @@ class Reports(Versions):
         )
 
     def counts(self) -> Counts:
-        """Counts groups, trajectories and tokens by their fate; each generated token is counted once."""
+        """Counts groups, trajectories and tokens by what became of them; each generated token is counted once."""
         groups: Counter[str] = Counter()
         dropped: Counter[str] = Counter()
         trajectories: Counter[str] = Counter()
@@ -462,7 +463,7 @@ def _history(db: Database, task: int, group: int) -> tuple[Event, ...]:
         "FROM groups g WHERE g.id = ?",
         (group,),
     ).fetchone()
-    events = [Event(admitted_at, "issued" + (f" again for group {again}" if again is not None else ""))]
+    events = [Event(admitted_at, "issued" + (f" again in place of group {again}" if again is not None else ""))]
     events += _task_events(db, task)
     query = """SELECT b.step, b.state, b.claimed_at, b.trained_at, b.from_version, m.num_trained_tokens,
                       m.num_audit_tokens FROM batch_members m JOIN batches b ON b.id = m.batch
@@ -492,7 +493,7 @@ def _task_events(db: Database, task: int) -> list[Event]:
     if num_failures or num_losses:
         why = f": {detail}" if detail else ""
         events.append(
-            Event(None, f"failed attempts: {num_failures}; workers lost while they held it: {num_losses}{why}")
+            Event(None, f"failed attempts: {num_failures}; workers lost while they held the task: {num_losses}{why}")
         )
     query = "SELECT stored_at, worker, num_sampled_tokens, state, reason FROM partials WHERE task = ? ORDER BY seq"
     for at, who, num_tokens, state, reason in db.execute(query, (task,)):

@@ -172,9 +172,9 @@ def _drop_abandoned_groups(db: Database) -> int:
 
 
 def _reset_first_step(db: Database, step: int) -> None:
-    """Resets `first_step`, the step of the oldest version that sampled for a group, in every group that an abandoned
-    version began. In an open group without leased tasks it becomes NULL, so that any version may begin the group. In
-    all others it becomes `step`, the checkpoint's step."""
+    """Resets `first_step` (the step of the oldest version with which a member was begun) in open and ready groups where
+    it is after `step`, the checkpoint's step. In an open group without leased tasks, `first_step` becomes NULL, so that
+    any version may begin the group. In all other groups it becomes `step`."""
     db.execute(
         """UPDATE groups SET first_step = IIF(state = 'open' AND NOT EXISTS (
                SELECT 1 FROM tasks WHERE group_id = groups.id AND state = 'leased'), NULL, :step)

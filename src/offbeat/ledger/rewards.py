@@ -71,8 +71,8 @@ class Rewards(Database):
 
 
 def _before_first(db: Database) -> int:
-    """Returns one less than the `seq` of the first trajectory that waits for a reward, for `unscored` to start after
-    it; a huge number if none waits. Fast, because it searches only open groups."""
+    """Returns one less than the `seq` of the first trajectory that waits for a reward, so that `unscored` can use the
+    result as `after`. Returns a huge number if no trajectory waits. Fast, because only open groups are searched."""
     query = """SELECT MIN(j.seq) - 1 FROM groups g CROSS JOIN tasks t ON t.group_id = g.id
                CROSS JOIN trajectories j ON j.task = t.id WHERE g.state = 'open' AND t.state = 'accepted'"""
     (before,) = db.execute(query).fetchone()

@@ -131,14 +131,14 @@ class SubmissionValidator:
         if trajectory.max_version_drop != 0:
             return f"its max_version_drop is {trajectory.max_version_drop}; it must be 0, because versions only rise"
         if trajectory.prompt.tobytes() != task.prompt:
-            return "its prompt differs from the one that was issued"
+            return "its prompt differs from the prompt of its task"
         sampling = sampling_of(task.sampling)
         if trajectory.max_new_tokens != sampling.max_new_tokens:
             return f"its max_new_tokens is {trajectory.max_new_tokens}, but the task has {sampling.max_new_tokens}"
         if problem := _end_problem(trajectory, sampling):
             return problem
         if task.partial_state == "kept" and not is_late and not self._continues(trajectory, task):
-            return "it does not begin with the partial that it should continue"
+            return "it does not begin with the partial trajectory that is stored for its task"
         numbers: list[int] = []
         for segment in trajectory.segments:
             if segment.origin is not Origin.SAMPLED:
@@ -146,7 +146,10 @@ class SubmissionValidator:
             if segment.version is None or segment.version not in self.known:
                 return f"it was sampled from version {segment.version}, which was never published"
             if (lag := segment.version - (segment.kv_version or 0)) > self.db.terms.max_kv_lag:
-                return f"its KV cache is {lag} versions older than its weights; allowed {self.db.terms.max_kv_lag}"
+                return (
+                    f"its KV cache is {lag} versions older than its weights; allowed {self.db.terms.max_kv_lag} "
+                    '(rollout.kv_lag if rollout.kv = "stale", else 0)'
+                )
             numbers.append(segment.version)
         if not numbers:
             return "it has no sampled token"
@@ -221,8 +224,8 @@ class Submissions(Database):
 
 
 def _again(submission: Submission, digest: bytes, worker: str | None, stored: bytes | None) -> Outcome:
-    """Compares a submission with the earlier one under its fence, which `worker` sent. `stored` is the digest of the
-    earlier one. Returns `REPEATED` if they are equal; raises if not."""
+    """Compares a submission with the earlier one under the same fence. `worker` sent the earlier one, and `stored` is
+    its digest. Returns `REPEATED` if both are equal and of the same worker; raises if not."""
     task, fence = submission.trajectory.task, submission.fence
     if worker != submission.worker:
         raise Forbidden(f"lease {fence} of task {task} belongs to {worker}, not to {submission.worker}")

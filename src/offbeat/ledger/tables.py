@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 SCHEMA = 6
-"""Number raised with every change of `TABLES`. `Database` refuses files with another number; `migrations` upgrades
-older ones when a run is resumed."""
+"""Number of the schema in `TABLES`, raised with every change. `Database` refuses a file with another number. Resuming
+a run upgrades an older file (`migrations`)."""
 
 
 TABLES = """

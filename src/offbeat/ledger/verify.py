@@ -28,7 +28,7 @@ class Rule(NamedTuple):
     """An invariant of the tables. Rules recompute each stored sum from the rows that it adds up."""
 
     message: str
-    """Format string for the columns of an offending row."""
+    """Message about an offending row, as a format string: {0} stands for the first column of the row."""
     query: str
     """SQL that returns the offending rows."""
 
@@ -91,7 +91,7 @@ GROUPS = (
         "SELECT id, state FROM groups WHERE state IN ('ready', 'claimed', 'trained', 'evaluated') AND num_scored = 0",
     ),
     Rule(
-        "group {0} is {1}, but its batch is {2}",
+        "group {0} is {1}, but the state of its batch is {2}",
         """SELECT g.id, g.state, b.state FROM groups g LEFT JOIN batches b ON b.id = g.batch
            WHERE (g.state IN ('claimed', 'trained') AND g.state IS NOT b.state)
                OR (g.state NOT IN ('claimed', 'trained') AND g.batch IS NOT NULL)""",
@@ -155,12 +155,12 @@ GROUPS = (
                OR MIN(ordinal - sibling) <> MAX(ordinal - sibling) OR COUNT(DISTINCT prompt) > 1""",
     ),
     Rule(
-        "the cursor counts {1} prompts drawn from source {0!r}, but its groups show {2}",
+        "the data cursor counts {1} prompts drawn from source {0!r}, but the groups of this source show {2}",
         """SELECT s.name, s.drawn, COALESCE(MAX(g.source_ordinal) + 1, 0) AS seen FROM sources s
            LEFT JOIN groups g ON g.source = s.name AND g.purpose = 'train' GROUP BY s.name HAVING s.drawn <> seen""",
     ),
     Rule(
-        "groups were drawn from source {0!r}, but the cursor has no entry for it",
+        "groups were drawn from source {0!r}, but the data cursor has no entry for it",
         "SELECT DISTINCT source FROM groups WHERE purpose = 'train' AND source NOT IN (SELECT name FROM sources)",
     ),
 )
@@ -221,7 +221,8 @@ BATCHES = (
            WHERE b.state <> 'undone' GROUP BY b.id HAVING oldest <> b.max_staleness""",
     ),
     Rule(
-        "the batch of step {0} was trained from version {1} (step {2}), which is of another step or abandoned",
+        "the batch of step {0} was trained from version {1} (step {2}), but that version is abandoned or of another "
+        "step",
         """SELECT b.step, v.number, v.step FROM batches b JOIN versions v ON v.number = b.from_version
            WHERE b.state <> 'undone' AND (v.step <> b.step OR v.abandoned = 1)""",
     ),
@@ -232,7 +233,8 @@ BATCHES = (
            WHERE b.state <> 'undone' AND (v.step <> b.step + 1 OR v.parent <> b.from_version OR v.abandoned = 1)""",
     ),
     Rule(
-        "the batch of step {0} ({1}) has produced no version, but a later step's batch already has one to train from",
+        "the batch of step {0} ({1}) has produced no version, but the batch of a later step already has a version to "
+        "train from",
         """SELECT step, state FROM batches WHERE state <> 'undone' AND (state <> 'trained' OR to_version IS NULL)
            AND step < (SELECT MAX(step) FROM batches WHERE state <> 'undone' AND from_version IS NOT NULL)""",
     ),
@@ -250,7 +252,7 @@ BATCHES = (
 
 VERSIONS = (
     Rule(
-        "version {0} of step {1} has parent {2} of step {3}, which is of the wrong step or abandoned",
+        "version {0} of step {1} has parent {2} of step {3}, but that parent is abandoned or of the wrong step",
         """SELECT v.number, v.step, p.number, p.step FROM versions v JOIN versions p ON p.number = v.parent
            WHERE v.step - p.step NOT IN (0, 1) OR (v.abandoned = 0 AND p.abandoned = 1)""",
     ),
@@ -292,7 +294,8 @@ TRAJECTORIES = (
            GROUP BY j.seq HAVING j.num_tokens <> n OR j.num_sampled_tokens <> sampled""",
     ),
     Rule(
-        "the segment of task {0} at position {1} is recorded for worker {2}, which submitted nothing of that length",
+        "the segment of task {0} at position {1} is recorded for worker {2}, but that worker submitted no answer long "
+        "enough to contain it",
         """SELECT s.task, s.start, s.worker FROM segments s JOIN trajectories j
                ON j.task = s.task AND j.trajectory_index = s.trajectory_index
            WHERE s.worker <> j.worker AND NOT EXISTS (
@@ -323,7 +326,7 @@ PRUNED = (
 
 PARTIALS = (
     Rule(
-        "task {0} is {1}, but a partial of its trajectory is still kept",
+        "task {0} is {1}, but a partial trajectory is still stored for it to continue",
         """SELECT t.id, t.state FROM partials p JOIN tasks t ON t.id = p.task
            WHERE p.state = 'kept' AND t.state NOT IN ('open', 'leased')""",
     ),
@@ -334,7 +337,7 @@ PARTIALS = (
            AND NOT EXISTS (SELECT 1 FROM trajectories j WHERE j.task = p.task)""",
     ),
     Rule(
-        "the kept partial of task {0} ends in version {1}, which is abandoned",
+        "the partial stored for task {0} ends with tokens of version {1}, which is abandoned",
         """SELECT p.task, p.last_version FROM partials p JOIN versions v ON v.number = p.last_version
            WHERE p.state = 'kept' AND v.abandoned = 1""",
     ),

@@ -56,9 +56,10 @@ class Versions(Database):
         return [number for (number,) in self.execute(query)]
 
     def versions_needed(self, checkpoint_step: int) -> list[int]:
-        """Returns the numbers of the versions whose weights may still be requested: `versions_in_use`, and every
-        version from the earliest of three steps on. The steps are `checkpoint_step` (negative: no checkpoint), the
-        oldest step at which an untrained group was begun, and the step of the second latest living version."""
+        """Returns the numbers of the versions whose weights may still be requested: `versions_in_use`, and all versions
+        whose step is not below the smallest of three steps. These are `checkpoint_step` (negative: no checkpoint), the
+        step of the oldest version with which an untrained group was begun, and that of the second latest living
+        version."""
         query = """SELECT MIN(first_step) FROM groups WHERE state IN ('open', 'ready', 'claimed')"""
         begun = self.execute(query).fetchone()[0]
         latest_two = "SELECT step FROM versions WHERE abandoned = 0 ORDER BY number DESC LIMIT 2"
@@ -74,7 +75,8 @@ class Versions(Database):
 
     @transactional
     def publish(self, version: Version) -> None:
-        """Records a version that no `commit` records: a run's first, or a resumed checkpoint's under a new number."""
+        """Records a version that `commit` does not record: a run's first version, the weights of a resumed checkpoint
+        under a new number, or the version of a trained batch whose commit was lost."""
         if is_recorded(self, version):
             return
         if version.parent is None:
@@ -99,7 +101,8 @@ def living_at(db: Database, step: int) -> Version | None:
 
 
 def lineage(db: Database, numbers: Iterable[int]) -> dict[int, Lineage]:
-    """Returns the step of each version in `numbers`, and whether it is abandoned; unknown versions are left out."""
+    """Returns the `Lineage` of each version in `numbers`, by number. Versions that were never published are left
+    out."""
     query = "SELECT number, step, abandoned FROM versions WHERE number IN (SELECT value FROM json_each(?))"
     rows = db.execute(query, (array(set(numbers)),))
     return {number: Lineage(step, bool(abandoned)) for number, step, abandoned in rows}
@@ -122,8 +125,8 @@ def _check_step(db: Versions, version: Version) -> None:
     if version.step == parent.step:
         if version.digest != parent.digest:
             raise Conflict(
-                f"version {version.number} names {parent.number} of the same step {parent.step} as its parent, but has "
-                f"other weights: digest {version.digest} instead of {parent.digest}"
+                f"version {version.number} and its parent, version {parent.number}, are both of step {parent.step}, "
+                f"but their weights differ: digests {version.digest} and {parent.digest}"
             )
         return
     owed = db.execute(
@@ -137,8 +140,8 @@ def _check_step(db: Versions, version: Version) -> None:
 
 
 def living_parent(db: Versions, version: Version) -> Version:
-    """Returns the parent of a new version; raises `Refused` if the parent is unknown, abandoned or not of the latest
-    step."""
+    """Returns the parent of a new version. Raises `Refused` if the parent was never published, is abandoned or is not
+    of the latest step."""
     found = None if version.parent is None else find(db, version.parent)
     if found is None:
         raise Refused(f"version {version.number} names parent {version.parent}, which was never published")
@@ -146,7 +149,7 @@ def living_parent(db: Versions, version: Version) -> Version:
     if is_abandoned:
         raise Refused(f"version {version.number} names parent {version.parent}, which a resume has abandoned")
     newest = db.latest_version()
-    assert newest is not None, "its parent is published"
+    assert newest is not None, "the parent is not abandoned, so the ledger has a latest version; this is a bug"
     if parent.step != newest.step:
         raise Refused(
             f"version {version.number} names parent {version.parent}, which is not of the latest step; the latest "
@@ -163,8 +166,8 @@ def is_recorded(db: Database, version: Version) -> bool:
     stored = found[0]
     if any(getattr(stored, name) != getattr(version, name) for name in ("step", "parent", "digest", "manifest")):
         raise Conflict(
-            f"version {version.number} was published as step {stored.step}, parent {stored.parent}, digest "
-            f"{stored.digest}; publish different weights under a new number"
+            f"version {version.number} was already published with step {stored.step}, parent {stored.parent} and "
+            f"digest {stored.digest}; publish different weights under a new number"
         )
     return True
 

@@ -32,8 +32,9 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 """Allowed names of workers: they are used verbatim in logs, metrics and file names."""
 COLUMNS = "name, role, state, reason, capabilities, joined_at"
 PRESENT_S = 15.0
-"""A worker counts as present until it has made no call for this time or the lease time, whichever is longer. Even a
-worker with nothing to do asks for work every few seconds; only a trainer may be silent for as long as a step takes."""
+"""A worker counts as present until it has made no call for this many seconds, or for the lease time if that is longer.
+Even a worker with nothing to do asks for work every few seconds. Only a trainer may be silent for as long as a step
+takes."""
 SERVED_WITHIN_S = 60.0
 """Seconds for which a coordinator counts as running after it last recorded which workers had called (`note_seen`)."""
 SEEN, COORDINATOR = "worker_seen", ""
@@ -84,15 +85,16 @@ class WorkerRecord:
     num_compared: int = 0
     """Number of its tokens whose log-probs an audit recomputed; set by `list_workers` only."""
     num_off: int = 0
-    """Number of compared tokens whose recomputed log-prob differs too much; set by `list_workers` only."""
+    """Number of compared tokens whose recomputed log-prob differs too much from the worker's; set by `list_workers`
+    only."""
     num_leased: int = 0
     """Number of tasks that it holds; set by `list_workers` only."""
     last_seen_at: float | None = None
     """Wall time of its latest known call; calls of the last few seconds may be missing. Set by `list_workers` only.
     None: not known."""
     is_away: bool = False
-    """Whether it is active, but no longer present (see `PRESENT_S`), or its coordinator no longer runs; set by
-    `list_workers` only. A trainer may be silent for longer."""
+    """Whether its state is active, although it is no longer present (see `PRESENT_S`; trainers are exempt) or the
+    coordinator no longer runs; set by `list_workers` only."""
 
 
 @dataclass(frozen=True)
@@ -264,7 +266,8 @@ def _latest_compared(db: Database, worker: str) -> list[Compared]:
 
 
 def num_compared(db: Database) -> dict[str, tuple[int, int]]:
-    """Returns, by worker, how many of its log-probs audits have recomputed, and how many of these differ too much."""
+    """Returns two numbers by worker: how many of its tokens' log-probs were recomputed by audits, and how many of the
+    recomputed ones differ too much."""
     query = """SELECT worker, SUM(num_compared), SUM(num_off) FROM segments INDEXED BY segments_compared
                WHERE num_compared > 0 GROUP BY worker"""
     return {worker: (compared, off) for worker, compared, off in db.execute(query)}

@@ -21,26 +21,27 @@ FIRST_STEPS, MIN_ANSWERS = 3, 24
 """Numbers of steps and answers after which a run gets advice if its reward never varied. If one answer in ten is right,
 the first 24 answers are all wrong in 8 % of runs."""
 STEPS, FEW_STEPS, MANY_STEPS = 5, 3, 10
-"""Numbers of consecutive bad steps that make a finding. `FEW_STEPS` is for figures that hardly vary by chance.
-`MANY_STEPS` is for figures that may look bad for a while in a healthy run, such as the entropy. `STEPS` is for all
-others."""
+"""Numbers of consecutive bad steps after which a run gets advice. `FEW_STEPS` is for figures that hardly vary by
+chance. `MANY_STEPS` is for figures that may look bad for a while in a healthy run, such as the entropy. `STEPS` is for
+all others."""
 LOW_SIGNAL = 0.05
 """If a smaller share of a step's samples has an advantage other than 0, the step teaches next to nothing."""
 SOLVED = 0.1
 """A task counts as solved if the mean reward is this close to the best reward so far. The unit is the distance between
 the best and the worst reward."""
 MOST_CUT, MANY_CUT = 0.8, 0.5
-"""Shares of answers cut at the length limit: a share above the first is a finding after `FEW_STEPS` steps, above the
-second after `MANY_STEPS`. A healthy run was above 0.5 for four steps and reached 0.73, while its model tried out longer
-answers."""
+"""Shares of answers cut at the length limit. A run gets advice if more than `MOST_CUT` are cut for `FEW_STEPS` steps in
+a row, or more than `MANY_CUT` for `MANY_STEPS` steps in a row. A healthy run was above 0.5 for four steps and reached
+0.73, while its model tried out longer answers."""
 COLLAPSED, MIN_ENTROPY = 0.05, 0.02
 """Limits for the entropy: the first relative to the entropy in the first steps, the second absolute. If the entropy is
-below both, answers hardly vary any more. A healthy run went down to 0.04 of its first entropy, and to 0.05."""
+below both, answers hardly vary any more. The entropy of a healthy run fell to 0.05, 0.04 times its first value."""
 HIGH_REWARD, LOW_REWARD, FALLEN_ANSWERS = 0.4, 0.1, 64
-"""Limits for advice on a reward that has fallen. `HIGH_REWARD` and `LOW_REWARD` are shares of the distance from the
-worst to the best reward of the run. The mean of `FALLEN_ANSWERS` consecutive answers was once at least `HIGH_REWARD`
-above the worst reward. The mean of each of the latest steps, with at least `FALLEN_ANSWERS` answers in all, is at most
-`LOW_REWARD` above it. So many answers seldom differ that much by chance."""
+"""Limits for the advice that the reward has fallen. A run gets it under two conditions. First, the mean reward of
+`FALLEN_ANSWERS` consecutive answers was once at least `HIGH_REWARD` above the worst reward. Second, the mean reward of
+each of the latest steps, with at least `FALLEN_ANSWERS` answers in all, is at most `LOW_REWARD` above the worst reward.
+`HIGH_REWARD` and `LOW_REWARD` are shares of the distance between the run's worst and best reward. So many answers
+seldom differ that much by chance."""
 MANY_FAILED = 0.2
 """If a larger share of the answers failed, the advice on a reward that never varies blames the failures: often, the
 reward function returns None for a wrong answer."""
@@ -70,15 +71,15 @@ def right_answer_earns(
     shown = answer if len(answer) <= 40 else f"{answer[:40]}..."
     text = (
         f"the right answer {shown!r} of a problem of task {task}{f' ({place})' if place else ''} earned 0 in a trial: "
-        "check task.reward (answers are passed as text, so compare text or convert both); ignore this if the reward "
-        "wants more than the bare answer"
+        "check task.reward (answers are passed as text, so compare text, or convert both the response and the answer); "
+        "ignore this if the reward wants more than the bare answer"
     )
     return Advice(f"trial {task}", text)
 
 
 def wrong_answer_fails(task: str, why: str) -> Advice | None:
-    """Returns advice if, in the trial, the reward failed for an empty response, though not for the right answer. `why`
-    is the error for the empty response; "" if there was none."""
+    """Returns advice if, in the trial of the reward of `task`, the reward failed for an empty response, though not for
+    the right answer. `why` is the error for the empty response; "" if there was none."""
     if not why:
         return None
     return Advice(
@@ -113,7 +114,7 @@ def few_held_out(num_problems: int, wanted: int) -> Advice | None:
 
 @dataclass(frozen=True)
 class Keys:
-    """Values of configuration keys that advice names."""
+    """Values of the configuration keys that appear in advice."""
 
     max_new_tokens: int
     group_size: int
@@ -155,12 +156,13 @@ class Adviser:
             return []
         text = (
             f"{failed} of {failed + scored} held-out answers of step {figures['step']} failed; the held-out reward is "
-            f"the mean of the others only. See {self.run}/logs/rewards.log, and reward.timeout_s if they took too long"
+            f"the mean of the others only. See {self.run}/logs/rewards.log; raise reward.timeout_s if they took too "
+            "long"
         )
         return self._new([Advice("failed evaluation", text)])
 
     def no_worker(self, seconds: float) -> list[Advice]:
-        """Returns advice if no worker has been present for too long."""
+        """Returns advice if no worker has asked for work for `seconds`, and that is at least `NO_WORKER_S`."""
         if seconds < NO_WORKER_S:
             return []
         text = (
@@ -214,12 +216,13 @@ class Adviser:
             yield Advice(
                 "idle workers",
                 f"{row['idle_workers']} of {row['workers']} workers got no work in the last {STEPS} steps: a step has "
-                f"only {row['samples']} answers. Raise batch.groups_per_step, or lower rollout.slots to share them",
+                f"only {row['samples']} answers. Raise batch.groups_per_step, or lower rollout.slots to share the "
+                "answers",
             )
 
     def _lasts(self, name: str, is_so: bool, num_steps: int) -> bool:
-        """Notes whether the figure `name` is bad in this step (`is_so`). Returns whether it was bad in each of the last
-        `num_steps` steps."""
+        """Records whether the sign called `name` is present in this step (`is_so`). Returns whether this sign was
+        present in each of the last `num_steps` steps."""
         self._streaks[name] = self._streaks[name] + 1 if is_so else 0
         return self._streaks[name] >= num_steps
 
@@ -236,7 +239,8 @@ class Adviser:
         return has_enough and self._peak >= self._worst + HIGH_REWARD * span > self._worst
 
     def _recent_reward(self) -> float | None:
-        """Returns the mean reward of the latest steps that have `FALLEN_ANSWERS` answers; None if too few have."""
+        """Returns the mean reward of the latest steps, of as many as have `FALLEN_ANSWERS` answers together; None if
+        the latest `MANY_STEPS` steps have fewer."""
         num_answers, earned = 0, 0.0
         for row in reversed(self._latest):
             num_answers += row.get("samples", 0)
@@ -280,7 +284,7 @@ class Adviser:
         look = f"look at some with offbeat show {self.run}"
         if failed > MANY_FAILED * (failed + self._num_answers):
             text = (
-                f"{scored}, so there is nothing to learn: offbeat show {self.run} --failed has the reasons; answers "
+                f"{scored}, so there is nothing to learn: offbeat show {self.run} --failed shows the reasons; answers "
                 "that fail are not trained on, so if task.reward gives None for a wrong answer, let it give a number"
             )
         elif self._best == 0:

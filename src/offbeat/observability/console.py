@@ -139,7 +139,8 @@ def open_console(
     mode: str, num_steps: int, first_step: int = 0, file: TextIO | None = None, *, has_workers: bool = False
 ) -> Console:
     """Opens the console for `mode`, a value of `log.console`. `auto` means a table in a notebook, `rich` on a terminal,
-    else `plain`. `has_workers`: whether the run may have several workers, whose number is shown."""
+    else `plain`. `first_step` is the number of steps trained before, as on a resume. `has_workers` says whether the run
+    may have several workers; then their number is shown."""
     if mode == "auto" and file is None and in_notebook():
         from offbeat.observability.notebook import NotebookConsole
 
@@ -153,7 +154,7 @@ def open_console(
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook. Imports nothing, because a kernel has imported IPython."""
+    """Whether this process is the kernel of a notebook. Imports nothing: a kernel has already imported IPython."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None) is not None
@@ -306,7 +307,7 @@ def _answers(summary: Row) -> str:
 
 
 def _when_judged(summary: Row) -> str:
-    """Returns when the last evaluation was; "" if it was after the last step, or in an older run."""
+    """Returns when the last evaluation was; "" if it was after the last step, or if `summary` has no `eval_step`."""
     step = summary.get("eval_step")
     if step == 0:
         return ", before training"

@@ -19,7 +19,8 @@ from typing import Any
 Row = dict[str, Any]
 
 FIGURES = ("reward", "seconds", "samples", "tokens", "eval_")
-"""Prefixes of the names of the figures that the summary and the plot use, which must be numbers."""
+"""The values of all keys that begin with one of these prefixes must be numbers, because the summary and the plot use
+them."""
 _warned: set[tuple[Path, int]] = set()
 """Lines (file and line number) about which a warning was printed. Files are read more than once."""
 

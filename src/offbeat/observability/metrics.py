@@ -68,13 +68,13 @@ ALARMS = {
     "set_aside": "worker {worker} gets no new work for {seconds:g} s: {why}",
     "clamped": "step {step}: {share:.2%} of the tokens have a log-ratio beyond the clamp, because the weights have "
     "changed too much since these tokens were sampled; lower optimizer.lr",
-    "unused_weights": "reward.weights: no reward has returned {names} so far; check the spelling",
+    "unused_weights": "reward.weights: no reward has had a part named {names} so far; check the spelling",
     "advice": "{text}",
 }
 """Events that a person should act upon, with their texts on the console."""
 FIRST_BATCH_AFTER_S = 3.0
-"""Age of a run from which the reward of its first batch is shown before that batch is trained on; in a faster run, the
-line of the first step follows soon enough."""
+"""If a run's first batch is claimed later than this many seconds after the start, its mean reward is shown before the
+batch is trained on. In a faster run, the line of the first step follows soon enough."""
 SHOWN_ONCE = ("logprob_gap", "clamped")
 """Kinds of alarms that may come at every step. The console shows only the first of each kind; events.jsonl has all."""
 
@@ -105,7 +105,7 @@ class Reporter:
             self.console.alarm(ALARMS[kind].format(**shown))
         elif kind == "prompt_left_out" and self.folder.config.rollout.long_prompts == "error":
             if not self._has_told_left_out:
-                self.console.alarm(f"{fields['why']}; it is left out, as are others like it: see events.jsonl")
+                self.console.alarm(f"{fields['why']}; this prompt and others like it are left out: see events.jsonl")
             self._has_told_left_out = True
         elif kind == "resume":
             self.console.note(_resumed(**fields))
@@ -117,8 +117,8 @@ class Reporter:
             self.event("advice", about=advice.about, text=advice.text)
 
     def doing(self, text: str, num_workers: int) -> None:
-        """Shows what the run is doing now, and gives advice if no worker has been present for long. The caller calls it
-        about once a second."""
+        """Shows what the run is doing now, and gives advice if `num_workers`, the number of present workers, has been 0
+        for long. The caller calls it about once a second."""
         now_s = time.monotonic()
         if num_workers:
             self._seen_worker_s = now_s
@@ -277,9 +277,9 @@ def step_row(report: StepReport, spans: Mapping[str, float], num_siblings: int) 
 def _siblings_row(batch: Batch, num_siblings: int) -> dict[str, float]:
     """Returns figures about siblings (other answers to the same prompt) at the time when the batch was claimed.
 
-    `lone_share` is the share of answers of which no sibling had a reward. An answer is early if at least one of its
-    siblings had no reward yet: `early_share` is the share of early answers. `early_length` is the mean length of early
-    answers divided by the mean length of all answers; it is left out if no answer is early."""
+    `lone_share` is the share of answers for which no sibling had a reward yet. An answer is early if at least one of
+    its siblings had no reward yet: `early_share` is the share of early answers. `early_length` is the mean length of
+    early answers divided by the mean length of all answers; it is left out if no answer is early."""
     num_here = Counter(group.prompt for group in batch.groups)
     num_known = np.array([num_here[group.prompt] + len(group.earlier) for group in batch.groups])
     lengths = np.array([member.trajectory.num_tokens for group in batch.groups for member in group.members])

@@ -22,13 +22,14 @@ from offbeat.observability.console import (
 from offbeat.observability.plot import draw_rewards
 
 Data = dict[str, str]
-"""Forms of an output by MIME type."""
+"""An output of a notebook cell in several forms, by MIME type."""
 
 NUM_ROWS = 12
 """Number of newest rows that are shown; metrics.jsonl has all."""
 MAX_TEXTS = 20
 EVERY_S, CURVE_EVERY_S = 1.0, 5.0
-"""Shortest time between two updates, and between two drawings of the curve, which take about 0.2 s each."""
+"""Shortest times in seconds between two updates of the output, and between two drawings of the reward curve. A drawing
+takes about 0.2 s."""
 STYLE = "font-family: monospace; white-space: pre; line-height: 1.35; overflow-x: auto"
 
 

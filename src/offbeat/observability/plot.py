@@ -18,8 +18,8 @@ INK, TRAIN, EVAL, GRID = "#3a3f47", "#3b7dd8", "#d8662b", "#e6e8eb"
 NUM_WINDOWS = 25
 """The running mean spans 1 / `NUM_WINDOWS` of the run, which smooths the curve without flattening it."""
 MIN_SPAN = 0.02
-"""If the largest and smallest reward differ by less than this, the reward axis spans about 1. It shows 0 to 1 if all
-rewards lie there. A constant reward then looks constant."""
+"""If the largest and smallest reward differ by less than this, the reward axis spans about 1, so that a constant reward
+looks constant. The axis then shows 0 to 1 if all rewards lie in this range."""
 
 
 def has_matplotlib() -> bool:

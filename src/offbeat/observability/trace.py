@@ -33,7 +33,7 @@ inside a span inherits this value, but has another owner, and therefore gets its
 EMPTY, OPENED, CLOSED = b"[\n", b",\n", b"\n]\n"
 """Content of a file without spans; the end of a file to which spans may be added; and the end of a closed file."""
 NUM_OWN_LANES = 10_000
-"""Lane numbers from this number on are tracks, for spans that other processes report."""
+"""Smallest lane number of a track, a lane for the spans that another process reports."""
 
 
 class Trace:

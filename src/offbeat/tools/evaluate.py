@@ -32,8 +32,8 @@ def evaluate_run(
     functions: Functions | None = None,
 ) -> dict[str, float]:
     """Returns mean@k and pass@k of a run's newest weights on the run's own tasks. `prompts` and `samples` replace
-    `eval.prompts` and `eval.samples`. `reward` and `functions` (which make prompts) are what the run was given from
-    Python."""
+    `eval.prompts` and `eval.samples`. If the run was started from Python with a reward or with functions that make
+    prompts, give these again as `reward` and `functions`."""
     given = {"eval.prompts": prompts, "eval.samples": samples, "run.name": "none"}
     words = [f"--{key}={value}" for key, value in given.items() if value is not None]
     mixture = wiring.make_mixture(load(run / CONFIG, words), reward, functions, run)
@@ -47,8 +47,8 @@ def warn_of_few(mixture: Mixture, prompts: int) -> None:
     """Warns if the tasks of `mixture` hold out fewer than the `prompts` that were asked for."""
     if 0 < (num := len(mixture.held_out(prompts))) < prompts:
         print(
-            f"warning: eval.prompts = {prompts}: the tasks hold out only {num}, and these are evaluated; a larger "
-            "task.held_out holds out more in a new run",
+            f"warning: eval.prompts = {prompts}: the tasks hold out only {num} prompts, and all of these are "
+            "evaluated; to hold out more, start a new run with a larger task.held_out",
             file=sys.stderr,
             flush=True,
         )

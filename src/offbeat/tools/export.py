@@ -114,8 +114,8 @@ def _merge(model: PreTrainedModel, version: Version, adapter: dict[str, Tensor],
         load_state(model, load_file(version.base / FILE_NAME))
     if (found := weights_digest(state_tensors(model))) != wanted:
         raise UserError(
-            f"model.path = {path!r}: has digest {found[:12]}, and the adapter of version {version.number} needs base "
-            f"{wanted:.12}; restore the model that the run began with"
+            f"model.path = {path!r}: its weights have digest {found[:12]}, but the adapter of version {version.number} "
+            f"was trained on weights with digest {wanted:.12}; restore the model that the run began with"
         )
     merge(model, adapter, json.loads((version.path / ADAPTER_CONFIG).read_text(encoding="utf-8")))
 

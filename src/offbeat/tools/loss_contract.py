@@ -26,7 +26,8 @@ LENGTHS = (5, 1, 7, 3, 4, 6)
 CLOSE = 1e-4
 """Tolerance, relative to the largest value: above rounding errors of float32, below a real effect."""
 FAR = (20.0, 100.0)
-"""Differences between log-probs to try: the bound on log-ratios in `Tokens`, and more than float32 can exponentiate."""
+"""Differences between log-probs to try: the bound to which `Tokens` clamps log-ratios, and a number whose exponential
+overflows float32."""
 GROUPS = np.array([7, 3, 7, 11, 3, 7, 5, 11, 3, 7])
 REWARDS = np.array([1.0, 0.0, 0.25, 0.5, 1.0, 0.0, 0.7, -0.5, 0.3, 0.1])
 EQUAL = (0.0, 0.1, 1 / 3, 1e6 + 0.1)
@@ -58,7 +59,7 @@ def kind_of(function: Callable[..., Any], spec: str) -> str:
     if len(found) != 1:
         raise UserError(
             f"{spec}: takes {', '.join(sorted(names)) or 'nothing'}; a loss takes tokens and settings, an advantage "
-            "rewards and groups; name its parameters so, or add --kind loss or --kind advantage"
+            "rewards and groups; rename its parameters, or add --kind loss or --kind advantage"
         )
     return found[0]
 
@@ -114,7 +115,10 @@ class _LossTrial:
         _require(is_there, "the gradient is 0 at every token: compute the loss from tokens.logprobs, without detach()")
 
     def is_by_sequence(self) -> None:
-        why = "micro-batches (batch.tokens_per_microbatch) would change it; use tokens.means and loss.aggregate instead"
+        why = (
+            "the result would depend on the split into micro-batches (batch.tokens_per_microbatch); average with "
+            "tokens.means or loss.aggregate instead"
+        )
         for chosen in ([0], [1], [2], [4, 0, 5, 2, 1, 3], [2, 4]):
             at = torch.cat([(self.tokens.sequence == i).nonzero()[:, 0] for i in chosen])
             numbers = torch.tensor([chosen.index(int(i)) for i in self.tokens.sequence[at]])
@@ -123,13 +127,13 @@ class _LossTrial:
 
     def ignores_masked(self) -> None:
         mask = self.tokens.mask
-        why = "these come from tools, or from versions that are too old; multiply by tokens.mask before adding up"
+        why = "tools or too old versions produced the untrained tokens; multiply by tokens.mask before adding up"
         older = replace(self.tokens, staleness=torch.where(mask, self.tokens.staleness, 10**6))
         self._compare(older, torch.arange(len(mask)), "with another staleness of untrained tokens", why)
         self._compare(_taken(self.tokens, mask.nonzero()[:, 0]), mask.nonzero()[:, 0], "without untrained tokens", why)
         for tokens in (replace(self.tokens, mask=torch.zeros_like(mask)), _taken(self.tokens, torch.arange(0))):
             gradient = self._cost(tokens, torch.ones(len(tokens.mask)))[1]
-            _require(not gradient.any(), f"there is a gradient with untrained tokens alone: {why}")
+            _require(not gradient.any(), f"the gradient is not 0 with untrained tokens alone: {why}")
 
     def takes_extremes(self) -> None:
         turn = torch.arange(sum(LENGTHS))
@@ -157,7 +161,7 @@ class _LossTrial:
         fresh = replace(self.tokens, proximal=self.tokens.logprobs, behaviour=self.tokens.logprobs)
         wrong = (self._cost(fresh, self.weights)[1] * self.tokens.advantages >= 0)[self.tokens.mask]
         _require(
-            not wrong.any(), f"{int(wrong.sum())} of {len(wrong)} tokens move the other way; is the loss's sign right?"
+            not wrong.any(), f"the loss moves {int(wrong.sum())} of {len(wrong)} tokens the wrong way; check its sign"
         )
 
     def _cost(self, tokens: Tokens, weights: Tensor, where: str = "") -> tuple[Tensor, Tensor]:
@@ -256,7 +260,7 @@ def check_advantage(advantage: Callable[[np.ndarray, np.ndarray], Any]) -> list[
     def keeps_order() -> None:
         for own in (group == GROUPS for group in np.unique(GROUPS)):
             found = call(REWARDS, GROUPS)[own][np.argsort(REWARDS[own])]
-            text = f"rewards {np.sort(REWARDS[own])} give the advantages {found.round(3)}; is the sign right?"
+            text = f"rewards {np.sort(REWARDS[own])} give the advantages {found.round(3)}; check their sign"
             _require(not np.any(np.diff(found) < -CLOSE), text)
 
     return _run(

@@ -82,14 +82,14 @@ def measure(
 def _measure_engine(
     path: str, shape: ModelShape, dtype: torch.dtype, device: torch.device, name: str, sizes: Sizes
 ) -> tuple[list[Measurement], int]:
-    """Times decode and prefill; returns the measurements, and the middle context length, with which to time
-    training."""
+    """Times decode and prefill at several context lengths. Returns the measurements and the middle context length, at
+    which training is to be timed."""
     model = load_model(path, dtype, device)
     contexts = sizes.contexts(context_window(model.config))
     if len(set(contexts)) < len(contexts):
         raise UserError(
-            f"model.path = {path!r}: its window is too short to measure several contexts (the longest would have "
-            f"{contexts[-1]} tokens); name a model with a longer window"
+            f"model.path = {path!r}: its context window is too short to time several context lengths (the longest "
+            f"would be {contexts[-1]} tokens); name a model with a longer window"
         )
     num_slots = _fitting_rows(sizes.rows, contexts[-1], shape, device)
     with torch.inference_mode():
@@ -257,8 +257,8 @@ def _measured_cpu(given: Figures) -> Figures:
 
 
 def _cpu_flops() -> float:
-    """Estimates the CPU's float32 operations per second on an idle machine: those of one thread in a second of its CPU
-    time, times the number of threads."""
+    """Estimates the CPU's float32 operations per second when the machine is idle: the operations that one thread makes
+    in a second of CPU time, times the number of threads."""
     one, other = torch.rand(SQUARE, SQUARE), torch.rand(SQUARE, SQUARE)
     with _one_thread() as num_threads:
         return num_threads * 2 * SQUARE**3 / _fastest_s(lambda: one @ other, time.thread_time)

@@ -69,7 +69,7 @@ class StepReplay:
     dump: FailedStepDump
     repeated: Repeated
     has_optimizer: bool
-    """Whether the optimizer's state was found in a checkpoint."""
+    """Whether the optimizer's state came from the checkpoint of the step; otherwise it was initialised anew."""
     sample: int
     """Index of the sample at fault or, if unknown, of the sample with the largest gradient."""
     prompt: str
@@ -104,7 +104,9 @@ def _weights(file: Path, dump: FailedStepDump) -> Mapping[str, Tensor]:
             try:
                 return load_file(weights_file(folder))
             except (OSError, SafetensorError) as error:
-                raise UserError(f"{weights_file(folder)}: is damaged: {' '.join(str(error).split())}") from error
+                raise UserError(
+                    f"{weights_file(folder)}: cannot be read: {' '.join(str(error).split())}; restore this file"
+                ) from error
     places = f"neither in {not_finite.weights_of(file)} nor in {published}"
     raise UserError(f"{file}: the weights of version {dump.version} are {places}; restore one of these folders")
 

@@ -24,7 +24,7 @@ from offbeat.trajectory import Trajectory
 Decode = Callable[[np.ndarray], str]
 """Decodes token ids to text."""
 ALL = 2**62
-"""Number larger than that of any run's trajectories."""
+"""Limit that is larger than the number of trajectories of any run."""
 ROW_FIELDS = (
     *("task", "step", "purpose", "source", "reward", "error", "num_tokens", "worker", "ended_by"),
     *("first_version", "last_version", "parts"),

@@ -284,7 +284,7 @@ def check_ports(config: Config) -> Iterator[Finding]:
         text = f'serve.host = "{host}", serve.port = {port}: {fault}'
         yield Finding("ports", text, Level.STOPS, "--serve.port 0, or end the process that listens there")
     else:
-        yield Finding("ports", f"{host}:{port} is free" if port else "127.0.0.1 has free ones")
+        yield Finding("ports", f"{host}:{port} is free" if port else "127.0.0.1 has free ports")
 
 
 def _listen(host: str, port: int) -> str:
@@ -297,8 +297,8 @@ def _listen(host: str, port: int) -> str:
 
 
 def check_model(path: str) -> tuple[Finding, int]:
-    """Checks a model by the headers of its files; asks the hub about a model that is not downloaded yet. Returns the
-    finding and the number of parameters (0 if unknown)."""
+    """Checks the model at `path`, a folder or a name on the hub, by the headers of its files. Asks the hub about a
+    model that is not downloaded yet. Returns the finding and the model's number of parameters (0 if unknown)."""
     try:
         parameters = num_parameters(path) or 0
         folder = cached_folder(path) if is_hub_name(path) else resolve(path)

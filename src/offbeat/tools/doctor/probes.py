@@ -67,7 +67,7 @@ def check_torch(config: Config, url: str, parameters: int) -> Iterator[Finding]:
         yield Finding("gpu", "a GPU driver is loaded, but this torch sees no GPU", Level.WARNS, remedy)
     starts_server, num_gpus = config.rollout.engine in SERVED and not url, sum("cuda" in name for name in names)
     if starts_server and config.engine.tensor_parallel > max(num_gpus, 1):
-        text = f"engine.tensor_parallel = {config.engine.tensor_parallel}, and there are {num_gpus} GPUs here"
+        text = f"engine.tensor_parallel = {config.engine.tensor_parallel}, but this machine has {num_gpus} GPUs"
         yield Finding("engine", text, Level.STOPS, f"--engine.tensor-parallel {max(num_gpus, 1)}")
     if picked and parameters:
         memory = memory_bytes(torch.device(picked)) or host_memory()
@@ -193,8 +193,8 @@ async def _facts(url: str) -> Facts:
                 return None
             if path not in ("/generate", "/inference/v1/generate"):
                 raise EngineError(
-                    f"{self.url}: the server is paused, because a worker is loading weights or died while it did; try "
-                    "again soon, and restart the server if it is still paused"
+                    f"{self.url}: the server is paused, because a worker is loading weights or died while loading "
+                    "them; try again soon, and restart the server if it is still paused then"
                 )
             return await super().post(path, body, **options)
 
@@ -217,7 +217,7 @@ async def _dialect(server: Server) -> Dialect:
         except ServerRefused:
             continue
         except ServerAway as error:
-            raise UserError(f"{server.url}: no answer; start one, such as {START} ({error})") from error
+            raise UserError(f"{server.url}: no server answers; start one, such as {START} ({error})") from error
         if isinstance(answer, dict) and key in answer:
             return dialect(server)
     raise UserError(f"{server.url}: the server answers, but neither as vLLM nor as SGLang does; check the URL")
@@ -234,17 +234,20 @@ def compare_server(config: Config, url: str, facts: Facts) -> Iterator[Finding]:
     remedy = "--rollout.temperature 1, or start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
     yield judged("log-probs", text, bad=is_wrong, remedy=remedy, level=Level.STOPS)
     spans = "each token" if facts.has_spans else "each call, so that a load interrupts all calls"
-    labels = "labels" if facts.has_labels else "no labels"
-    yield Finding("weights", f"version known for {spans}; {labels}; KV {', '.join(modes)}")
+    labels = "weights can be labelled" if facts.has_labels else "weights cannot be labelled"
+    yield Finding("weights", f"their version is known for {spans}; {labels}; KV modes: {', '.join(modes)}")
     if facts.max_context_tokens < context:
-        text = f"rollout.max_prompt_tokens + rollout.max_new_tokens = {context:,}; the server's limit is lower"
+        text = (
+            f"rollout.max_prompt_tokens + rollout.max_new_tokens = {context:,}; the server's limit is "
+            f"{facts.max_context_tokens:,}"
+        )
         remedy = f"start the server for {context} tokens (vLLM: --max-model-len, SGLang: --context-length)"
         yield Finding("context", text, Level.STOPS if is_served else Level.WARNS, remedy)
     if is_served and rollout.kv not in modes:
-        text = f'rollout.kv = "{rollout.kv}"; the server supports {", ".join(modes)}'
+        text = f'rollout.kv = "{rollout.kv}"; the server supports only {", ".join(modes)}'
         yield Finding("kv", text, Level.STOPS, f"--rollout.kv {modes[-1]}")
     if is_served and kind != rollout.engine:
-        text = f'rollout.engine = "{rollout.engine}", and {url} is {kind}'
+        text = f'rollout.engine = "{rollout.engine}", but the server at {url} is {kind}'
         yield Finding("engine", text, Level.STOPS, f"--rollout.engine {kind}")
 
 

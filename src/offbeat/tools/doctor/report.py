@@ -34,7 +34,7 @@ class Finding:
     remedy: str = ""
     """The way out: a command to type or a key to change."""
     works: str = ""
-    """A choice that will work here according to this finding, such as `--model.device cuda:0`."""
+    """Command-line options that will work here according to this finding, such as `--model.device cuda:0`."""
 
 
 def judged(about: str, text: str, *, bad: bool, remedy: str, level: Level = Level.WARNS) -> Finding:
