@@ -40,7 +40,8 @@ AutoModelForCausalLM.from_config(LlamaConfig(**small))
 """
 
 
-@pytest.mark.parametrize("order", ["offbeat first", pytest.param("transformers first", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("order", ["offbeat first", "transformers first"])
 def test_looking_at_a_run_leaves_a_program_able_to_train(tmp_path, order):
     """Transformers would remember that torch is missing, if it were imported while torch is hidden."""
     small = {"batch.groups_per_step": 1, "batch.group_size": 2, "eval.every": 0, "log.console": "quiet"}

@@ -44,6 +44,7 @@ def both(*words: str, **how) -> tuple[dict, dict]:
     return copy, real
 
 
+@pytest.mark.full
 def test_words_environment_folder_paths_and_session_are_those_of_a_real_process(tmp_path):
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}here", "OMP_NUM_THREADS": "1", "MARK": "ä=b"}
     for session in (False, True):

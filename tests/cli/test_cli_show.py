@@ -306,6 +306,7 @@ def test_a_folder_that_holds_no_run_is_named(tmp_path: Path, capsys: pytest.Capt
     assert "holds no ledger yet" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_no_torch_is_needed_to_look(run: Path):
     code = (
         "import sys; from offbeat.cli.main import main; status = main(); sys.exit(status or ('torch' in sys.modules))"

@@ -270,6 +270,7 @@ def test_other_ends_have_statuses_of_their_own(monkeypatch, capsys, error, statu
     assert capsys.readouterr().err == told
 
 
+@pytest.mark.full
 def test_answers_that_need_no_torch_do_not_import_it():
     code = (
         "import sys; from offbeat.cli.main import main; main(['train', '--keys']); "

@@ -87,6 +87,7 @@ def hanging(tmp_path: Path, num: int) -> list[int]:
     return pids
 
 
+@pytest.mark.full
 def test_this_machine_can_run_the_demo_and_the_doctor_does_not_import_torch_itself():
     code = (
         "import sys; from offbeat.cli.main import main; status = main(['doctor']); "
@@ -217,7 +218,8 @@ def test_a_sink_that_is_missing_is_told_once_as_a_package(monkeypatch):
     assert _mistakes(config) == []
 
 
-@pytest.mark.parametrize("path", ["nowhere/python", pytest.param(".", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("path", ["nowhere/python", "."])
 def test_a_python_that_is_none_is_told(torch, path):
     torch("missing")
     said = told(f"--engine.python={path}", "--rollout.engine=vllm", "--rollout.workers=1")
@@ -314,6 +316,7 @@ def test_a_server_that_was_started_wrongly_is_told_with_how_to_start_it(torch):
     assert f"{url}: no server answers; start one, such as VLLM_SERVER_DEV_MODE=1" in about(said, "server")["told"]
 
 
+@pytest.mark.full
 def test_a_port_in_use_stops_the_run_that_wants_it(torch):
     torch("missing")
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -236,6 +236,7 @@ def test_cards_that_take_turns_are_told_kept_and_verified(capsys):
     assert "do not hold" in told(capsys, CLUSTER, apart, "--verify", "plan.json", status=1)
 
 
+@pytest.mark.full
 def test_planning_needs_no_torch():
     code = (
         "import sys; from offbeat.cli.main import main; "

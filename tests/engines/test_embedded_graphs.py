@@ -94,6 +94,7 @@ def uninterrupted() -> dict[str, tuple[list[int], list[float]]]:
     return {name: response(generation) for name, generation in run(new_stepper(16), *EXACT_REQUESTS).items()}
 
 
+@pytest.mark.full
 @settings(max_examples=8, deadline=None)
 @given(num_slots=st.integers(2, 24), plan=PLANS)
 def test_interrupted_requests_are_carried_on_with_the_same_tokens(num_slots, plan):

@@ -66,11 +66,8 @@ def check_published(folder, number) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "number, num_before",
-    [pytest.param(0, 0, marks=FULL), (1, 1), pytest.param(1, 2, marks=FULL)],
-    ids=["full", "delta", "again"],
-)
+@FULL
+@pytest.mark.parametrize("number, num_before", [(0, 0), (1, 1), (1, 2)], ids=["full", "delta", "again"])
 def test_a_publisher_killed_at_any_call_leaves_all_that_is_named_whole(tmp_path, number, num_before):
     key_of(tmp_path)
     for before in range(num_before):

@@ -81,7 +81,7 @@ def test_a_checkpoint_whose_batch_was_pruned_is_refused_before_anything_changes(
     ledger.prune(2)
     before = ledger.counts()
     with pytest.raises(
-        UserError, match=r"trained up to step 1 were pruned, .* resume from a checkpoint of step 2 or later"
+        UserError, match=r"trained up to step 2 were pruned, .* resume from a checkpoint of step 2 or later"
     ):
         ledger.reconcile(1, None)
     assert ledger.counts() == before

@@ -88,14 +88,14 @@ def rooted(tokens, settings):
 
 WRONG = {
     "a number": (lambda tokens, settings: 1.0, {NUMBERS}, "returned float"),
-    "a mean": (lambda tokens, settings: plain(tokens).mean(), {NUMBERS}, "return one loss per token"),
+    "a mean": (lambda tokens, settings: plain(tokens).mean(), {NUMBERS}, "it returned loss of shape ()"),
     "whole numbers": (lambda tokens, settings: plain(tokens).long(), {NUMBERS}, "returned torch.int64"),
     "NaN": (lambda tokens, settings: (plain(tokens) - 100).sqrt(), {NUMBERS}, "are NaN or infinite"),
     "an error": (lambda tokens, settings: plain(tokens)[10**6], {NUMBERS}, "IndexError"),
     "wrong clipped": (
         lambda tokens, settings: TokenLoss(plain(tokens), torch.zeros(1, dtype=torch.bool)),
         {NUMBERS},
-        "returned shape (1,)",
+        "returned clipped of shape (1,)",
     ),
     "no gradient": (lambda tokens, settings: plain(tokens).detach(), {GRADIENT}, "without detach()"),
     "a zero gradient": (lambda tokens, settings: 0 * plain(tokens), {GRADIENT}, "0 at every token"),

@@ -98,6 +98,7 @@ def test_a_slow_store_is_waited_for(s3: S3Server, url: str):
     assert store.get(DIGEST) == DATA
 
 
+@pytest.mark.full
 def test_a_store_that_does_not_answer_in_time_is_given_up(s3: S3Server, url: str):
     store = RemoteStore(url, within_s=5.0)  # within which a busy machine answers the calls that follow
     s3.break_(hang_s=60.0)

@@ -142,8 +142,9 @@ def _check_step(db: Versions, version: Version) -> None:
 def living_parent(db: Versions, version: Version) -> Version:
     """Returns the parent of a new version. Raises `Refused` if the parent was never published, is abandoned or is not
     of the latest step."""
-    found = None if version.parent is None else find(db, version.parent)
-    if found is None:
+    if version.parent is None:
+        raise Refused(f"version {version.number} names no parent; only the first version of a run may have none")
+    if (found := find(db, version.parent)) is None:
         raise Refused(f"version {version.number} names parent {version.parent}, which was never published")
     parent, is_abandoned = found
     if is_abandoned:

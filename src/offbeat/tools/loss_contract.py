@@ -173,9 +173,9 @@ class _LossTrial:
         _require(
             isinstance(values, Tensor) and values.is_floating_point(), f"it returned {kind}; return a float tensor"
         )
-        for shape in (tuple(values.shape), tuple(clipped.shape)):
-            is_right = shape == (len(leaf),)
-            _require(is_right, f"it returned shape {shape} for {len(leaf)} tokens; return one loss per token")
+        for name, tensor in (("loss", values), ("clipped", clipped)):
+            shape, is_right = tuple(tensor.shape), tensor.shape == leaf.shape
+            _require(is_right, f"it returned {name} of shape {shape} for {len(leaf)} tokens; return one value per token")
         is_finite = values.detach().isfinite().all()
         _require(is_finite, f"some of the {len(leaf)} losses are NaN or infinite {where}".rstrip())
         total = (values * weights * tokens.mask).sum()
