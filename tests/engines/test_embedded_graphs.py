@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cache
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -126,8 +126,8 @@ def _check_pruned(db: Database, step: int) -> None:
     (pruned,) = db.execute(query, (step,)).fetchone()
     if pruned is not None:
         raise UserError(
-            f"ledger {db.path}: the trajectories trained up to step {pruned + 1} were pruned, so the checkpoint of step "
-            f"{step} cannot be resumed; resume from a checkpoint of step {pruned + 1} or later"
+            f"ledger {db.path}: the trajectories trained up to step {pruned + 1} were pruned, so the checkpoint of "
+            f"step {step} cannot be resumed; resume from a checkpoint of step {pruned + 1} or later"
         )
 
 

@@ -174,8 +174,8 @@ class _LossTrial:
             isinstance(values, Tensor) and values.is_floating_point(), f"it returned {kind}; return a float tensor"
         )
         for name, tensor in (("loss", values), ("clipped", clipped)):
-            shape, is_right = tuple(tensor.shape), tensor.shape == leaf.shape
-            _require(is_right, f"it returned {name} of shape {shape} for {len(leaf)} tokens; return one value per token")
+            why = f"it returned {name} of shape {tuple(tensor.shape)} for {len(leaf)} tokens; return one value per token"
+            _require(tensor.shape == leaf.shape, why)
         is_finite = values.detach().isfinite().all()
         _require(is_finite, f"some of the {len(leaf)} losses are NaN or infinite {where}".rstrip())
         total = (values * weights * tokens.mask).sum()
