@@ -174,7 +174,7 @@ class _LossTrial:
             isinstance(values, Tensor) and values.is_floating_point(), f"it returned {kind}; return a float tensor"
         )
         for name, tensor in (("loss", values), ("clipped", clipped)):
-            why = f"it returned {name} of shape {tuple(tensor.shape)} for {len(leaf)} tokens; return one value per token"
+            why = f"it returned {name} of shape {tuple(tensor.shape)} for {len(leaf)} tokens; return one per token"
             _require(tensor.shape == leaf.shape, why)
         is_finite = values.detach().isfinite().all()
         _require(is_finite, f"some of the {len(leaf)} losses are NaN or infinite {where}".rstrip())
