@@ -9,7 +9,7 @@ from offbeat.errors import UserError
 from offbeat.model.lora import Lora, attach
 from offbeat.trainer.policy import AdamSettings, Policy
 
-LOOK = r"LlamaForCausalLM \(llama\): in a micro-batch with others, a sample's log-probs are off by"
+LOOK = r"LlamaForCausalLM \(llama\): in a micro-batch with others, a sample's log-probs differ by"
 
 
 class SeesNeighbours(torch.nn.Module):

@@ -247,8 +247,11 @@ class Connection:
         self._has_tried_other_scheme = True
         if is_https:
             if await self._speaks_http():
-                more = "" if self.is_local else " --allow-plain if the network is private"
-                raise UserError(f"{self.url}: speaks http, not https; join with http{self.url[5:]}{more}")
+                url = f"http{self.url[5:]}"
+                remedy = (
+                    f"join with {url}" if self.is_local else f"if the network is private: --join {url} --allow-plain"
+                )
+                raise UserError(f"{self.url}: speaks http, not https; {remedy}")
             return
         any_certificate = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         any_certificate.check_hostname, any_certificate.verify_mode = False, ssl.CERT_NONE

@@ -39,7 +39,7 @@ MIXED, MIXED_HALF = 1e-3, 2e-2
 """Relative difference above which two rows differ by more than rounding: in wide dtypes (`WIDE`), and in others."""
 MAX_DISTANCE, MAX_DISTANCE_HALF = 0.01, 0.2
 """Largest `distance` allowed: in wide dtypes (`WIDE`), and in others. Rounding to bfloat16 moves log-probs by a few
-hundredths of their spread; a wrong layer moves them by a third or more."""
+hundredths of their standard deviation; a wrong layer moves them by a third or more."""
 
 
 @dataclass(frozen=True)

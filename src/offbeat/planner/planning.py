@@ -101,9 +101,9 @@ def plan(
     budget: float | None = None,
     throughput: float | None = None,
 ) -> Plan:
-    """Returns the fastest plan within `budget` ($/h; None: any price) or, if `throughput` (tokens/s) is given, the
-    cheapest plan with that throughput. `constants` are those of the cost model (None: the defaults). If no plan exists,
-    raises a `UserError` with the reason and a remedy."""
+    """Returns the fastest plan or, if `throughput` (tokens/s) is given, the cheapest plan with at least that
+    throughput; in both cases within `budget` ($/h; None: any price). `constants` are those of the cost model (None: the
+    defaults). If no plan exists, raises a `UserError` with the reason and a remedy."""
     if budget is not None and not (0 <= budget < math.inf):
         raise UserError(f"budget is {budget:g}; it must be a finite number, 0 or more (0: only machines that are free)")
     if throughput is not None and not (0 < throughput < math.inf):

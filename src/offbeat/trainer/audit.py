@@ -176,7 +176,7 @@ def choose(samples: Sequence[Sample], share: float, at_hand: Mapping[int, object
 
 
 def _num_stale(samples: Sequence[Sample]) -> dict[int, int]:
-    """Returns how many older tokens of the samples an audit can compare, by the version that sampled the tokens."""
+    """Returns the number of older tokens in `samples` that an audit can compare, by the version that sampled them."""
     known = [sample.version[sample.is_stale] for sample in samples if sample.version is not None]
     numbers, counts = np.unique(_joined(known, np.int64), return_counts=True)
     return dict(zip(numbers.tolist(), counts.tolist(), strict=True))

@@ -429,9 +429,9 @@ def check_forward(model: PreTrainedModel, usage: Usage, is_compiled: bool = Fals
             gap, allowed = distance(found, alone[0, len(sample.prompt) - 1 :]), max_distance(model)
             if gap is not None and not gap <= allowed:
                 raise UserError(
-                    f"model.path: {kind_of(model)}: in a micro-batch with others, a sample's log-probs are off by "
-                    f"{gap:.2g} of their spread (allowed {allowed:g}), so the model cannot be trained; take a model "
-                    "that docs/models.md lists"
+                    f"model.path: {kind_of(model)}: in a micro-batch with others, a sample's log-probs differ by "
+                    f"{gap:.2g} standard deviations from those of the sample alone (allowed {allowed:g}), so the model "
+                    "cannot be trained; take a model that docs/models.md lists"
                 )
 
 

@@ -257,8 +257,9 @@ class Stepper:
         gap, allowed = usage.distance(found, torch.stack(own)), usage.max_distance(self.model)
         if gap is not None and not gap <= allowed:
             raise UserError(
-                f"model.path: {usage.kind_of(self.model)}: the embedded engine's log-probs are off by {gap:.2g} of "
-                f'their spread (allowed {allowed:g}); use rollout.engine = "vllm", or a model that docs/models.md lists'
+                f"model.path: {usage.kind_of(self.model)}: the embedded engine's log-probs differ by {gap:.2g} "
+                f'standard deviations from the model\'s own (allowed {allowed:g}); use rollout.engine = "vllm", or a model '
+                "that docs/models.md lists"
             )
 
     def _in_parts(self) -> Forward:

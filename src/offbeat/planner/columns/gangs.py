@@ -68,10 +68,11 @@ def node_grid(largest: int, growth: float = NODES_GROWTH) -> list[int]:
 
 
 def kept_by_class(workload: Workload, splits: Mapping[str, tuple[int, float]], dp: int, zero: int) -> dict[str, float]:
-    """Bytes of training state that stay on each card between two steps, by class of nodes; empty if replicas never
-    share cards with training.
+    """Returns the bytes of training state that stay on each card between two steps, by class of nodes; empty if
+    generation never shares cards with training.
 
-    `splits` holds for each class its tensor parallelism, and the model's layers divided by the layers on one card."""
+    `splits` holds, for each class, its tensor parallelism and its pipeline depth: the model's layers divided by the
+    layers on one card, so perhaps a fraction."""
     shared = splits.items() if workload.may_share else ()
     return {name: kept_bytes(workload, tp, pp, dp, zero) for name, (tp, pp) in shared}
 

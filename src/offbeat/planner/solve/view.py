@@ -451,8 +451,8 @@ def _check(problem: PlanningProblem) -> None:
             if large % small:
                 all_sizes = ", ".join(map(str, [*sizes, offer.per_node]))
                 raise ValueError(
-                    f"class {name}: {small} does not divide {large}, so a replica could be split between nodes; of the "
-                    f"accelerators of its replicas and of a node ({all_sizes}), each number must divide the next"
+                    f"class {name}: {small} does not divide {large}, so a replica could be split between nodes; each "
+                    f"of {all_sizes} (accelerators in its replicas and, last, in a node) must divide the next"
                 )
 
 

@@ -145,7 +145,7 @@ class PacedEngine:
         return max(self._clock(), self._reached_s)
 
     async def _drive(self) -> None:
-        """Carries out one event after another and sleeps in between; an unexpected error is raised at every caller."""
+        """Carries out each event when it is due. An unexpected error ends the engine and is raised in all waiting calls."""
         try:
             while self._ended is None and (due_s := self._paced.due_s()) is not None:
                 await self._sleep_until(due_s)
