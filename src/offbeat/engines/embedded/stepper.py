@@ -258,8 +258,8 @@ class Stepper:
         if gap is not None and not gap <= allowed:
             raise UserError(
                 f"model.path: {usage.kind_of(self.model)}: the embedded engine's log-probs differ by {gap:.2g} "
-                f'standard deviations from the model\'s own (allowed {allowed:g}); use rollout.engine = "vllm", or a model '
-                "that docs/models.md lists"
+                f"standard deviations from the model's own (allowed {allowed:g}); use "
+                'rollout.engine = "vllm", or a model that docs/models.md lists'
             )
 
     def _in_parts(self) -> Forward:

@@ -145,7 +145,7 @@ class PacedEngine:
         return max(self._clock(), self._reached_s)
 
     async def _drive(self) -> None:
-        """Carries out each event when it is due. An unexpected error ends the engine and is raised in all waiting calls."""
+        """Carries out each event when it is due. An unexpected error ends the engine and all calls that wait for it."""
         try:
             while self._ended is None and (due_s := self._paced.due_s()) is not None:
                 await self._sleep_until(due_s)
