@@ -86,7 +86,7 @@ def test_a_problem_comes_back_as_it_was(ledger: Ledger):
 
 def test_a_problem_that_cannot_be_stored_is_refused_by_name(ledger: Ledger):
     (group,) = new_groups(ledger, 1)
-    with pytest.raises(Refused, match="prompt 0 of source 'sums' cannot be stored as JSON"):
+    with pytest.raises(Refused, match="the problem of prompt 0 of source 'sums' cannot be stored as JSON"):
         ledger.admit([replace(group, problem={"info": object()})])
 
 

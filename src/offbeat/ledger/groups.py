@@ -105,7 +105,8 @@ def _row(group: NewGroup) -> dict[str, Any]:
         problem = json.dumps(group.problem, ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise Refused(
-            f"prompt {group.source_ordinal} of source {group.source!r} cannot be stored as JSON: {error}"
+            f"the problem of prompt {group.source_ordinal} of source {group.source!r} cannot be stored as JSON: "
+            f"{error}; use only text, numbers, true, false, null, lists and dicts in it"
         ) from error
     unchanged = ("ordinal", "source", "source_ordinal", "sibling", "seed", "size", "require_version", "reward")
     return {

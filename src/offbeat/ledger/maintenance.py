@@ -195,8 +195,8 @@ class Maintenance(Database):
                 return pruned + Pruned(0, self.sweep())
 
     def sweep(self) -> int:
-        """Removes body files that no row names: their bodies were pruned or wasted, or their transaction never
-        committed. Returns the number of bytes freed."""
+        """Removes body files that no row names: the body was pruned, its trajectory was discarded, or the transaction
+        that would have named it never committed. Returns the number of bytes freed."""
         return self.blobs.sweep({digest for (digest,) in self.execute(NAMED)})
 
     def backup(self, target: str | Path) -> Backup:

@@ -88,7 +88,10 @@ async def _evaluate(config: Config, mixture: Mixture, log: Path) -> dict[str, fl
             tokens = wiring.load_tokens(config)
             groups = wiring.make_issuer(config, mixture, tokens).held_out(version=0)
             if not groups:
-                raise UserError("task: no task has a held-out split; set task.held_out of a file or dataset")
+                raise UserError(
+                    "task: no prompts are held out for an evaluation; set held_out in a [[task]] whose source is a file "
+                    "or a dataset"
+                )
             engine = model_parts.make_embedded(config, "eval", version=0)
         stack.push_async_callback(engine.close)
         watch = FailureWatch(config.reward.max_failure_share, window=sum(group.size for group in groups), min_count=1)

@@ -2,11 +2,12 @@
 
 At every site one receiver, the head, fetches from the root (the coordinator, or its store). The others fetch from
 receivers of their own site; a receiver that feeds others is a relay. Guarantees: every receiver reaches the root. No
-relay feeds more than `fan_out` receivers while the site's relays have room for all. Without room they are overloaded
-evenly, because a second receiver on the slow link would be worse. Other receivers are moved for a new one only to give
-the site a head or a much faster head, to relieve an overloaded relay, or to shorten a long path. A relay that leaves or
-falls silent is replaced by the receiver farthest from the root, so that few receivers move and the tree stays flat. A
-head is replaced by the receiver with the best rate from the root.
+relay feeds more than `fan_out` receivers while the site's relays have room for all. If they have not, each feeds about
+equally many too many; that is better than a second receiver of the site that fetches over the slow link. When a
+receiver joins, those already in the tree keep their places, except to give the site a head or a much faster head, to
+relieve an overloaded relay, or to shorten a long path. A relay that leaves or falls silent is replaced by the receiver
+farthest from the root, so that few receivers move and the tree stays flat. A head is replaced by the receiver with the
+best rate from the root.
 """
 
 from __future__ import annotations

@@ -104,8 +104,8 @@ class HttpServer:
         return f"{'https' if self.address.has_tls else 'http'}://{host}:{self.port}"
 
     async def stop(self) -> None:
-        """Refuses waiting calls, gives calls in progress `stop_within_s` seconds to finish, then closes all
-        connections."""
+        """Ends the calls that wait for work or news, gives calls in progress `stop_within_s` seconds to finish, then
+        closes all connections."""
         if self._uvicorn is None or self._serving is None:
             return
         self.state.drain()

@@ -168,7 +168,7 @@ class LoraDialect(VllmDialect):
             if error.status == 404:
                 raise EngineError(
                     f"{self.server.url}: this vLLM server loads no adapters while it runs; start it with {ALLOW}=1 in "
-                    "its environment, and let only this user reach it, because any caller can load adapters then"
+                    "its environment; any caller can load adapters then, so let nobody but the worker reach its port"
                 ) from error
             if error.status != 400:  # the expected answer to a call without a name
                 raise

@@ -347,8 +347,9 @@ KINDS = {"decode": _fit_decode, "prefill": _fit_prefill, "train": _fit_train, "l
 
 
 def _solve(rows: Rows, terms: Terms, ridges: Iterable[float] = (1.0,), floor: Sequence[float] = ()) -> FittedConstants:
-    """Fits the coefficients of `terms` to the measured seconds by least relative error, and returns the best fit over
-    the ratios `ridges` (see `RIDGES`). `floor` holds the smallest allowed coefficients; empty: all 0."""
+    """Fits the coefficients of `terms` to the measured seconds by least relative error, once for each value of
+    `ridges` (the ratios in `RIDGES`, of a roofline; this is no ridge regression), and returns the best fit. `floor`
+    holds the smallest allowed coefficients; empty: all 0."""
     seconds = np.array([one.seconds for one in rows])
     found = []
     for ridge in ridges:
