@@ -89,8 +89,8 @@ async def _evaluate(config: Config, mixture: Mixture, log: Path) -> dict[str, fl
             groups = wiring.make_issuer(config, mixture, tokens).held_out(version=0)
             if not groups:
                 raise UserError(
-                    "task: no prompts are held out for an evaluation; set held_out in a [[task]] whose source is a file "
-                    "or a dataset"
+                    "task: no prompts are held out for an evaluation; set held_out in a [[task]] whose source is a "
+                    "file or a dataset"
                 )
             engine = model_parts.make_embedded(config, "eval", version=0)
         stack.push_async_callback(engine.close)
