@@ -159,8 +159,8 @@ def test_batch_arithmetic_that_cannot_hold_is_refused_by_name(toml, text, told):
         ),
         (
             '[engine]\nurl = "http://there:8000"\n',
-            'run.toml:2: engine.url = "http://there:8000": rollout.engine = "auto" does not say which '
-            "server that is; add --rollout.engine vllm or sglang",
+            'run.toml:2: engine.url = "http://there:8000": cannot be used with rollout.engine = "auto"; set '
+            'rollout.engine to "vllm" or "sglang", the program that serves this URL',
         ),
         ("[rollout]\nkv_lag = 0\n", "run.toml:2: rollout.kv_lag = 0: allowed 1 or more"),
         ("[engine]\nmemory_share = 1.0\n", "run.toml:2: engine.memory_share = 1.0: allowed more than 0 and less"),

@@ -59,7 +59,7 @@ def test_what_is_overdue_goes_back_to_the_front_and_its_ticket_is_over():
     assert books.expire() == 4
     assert ids(books.lease("c", 9, REWARDS)) == [1, 2, 3, 4, 5, 6]
     for judge, portion in (("a", first), ("b", second)):
-        with pytest.raises(Fenced, match="over"):
+        with pytest.raises(Fenced, match="no longer valid"):
             books.answer(judge, portion.ticket)
 
 

@@ -189,7 +189,7 @@ def test_a_column_of_messages_is_a_chat_prompt(tmp_path):
     assert "needs role and content" in refusal(
         jsonl_source, tmp_path, {"chat": [{"role": "user"}], "answer": "x"}, messages="chat"
     )
-    assert "are a list of" in refusal(jsonl_source, tmp_path, {"chat": "hi"}, messages="chat")
+    assert "give a list of chat messages" in refusal(jsonl_source, tmp_path, {"chat": "hi"}, messages="chat")
 
 
 def test_columns_become_plain_facts(tmp_path):

@@ -12,7 +12,18 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from doc_reader import README, ROOT, SMALL_WORDS, SWARM, Reader, blocks, commands, last_command_of_make, train_small
+from doc_reader import (
+    README,
+    ROOT,
+    SMALL_WORDS,
+    SWARM,
+    Reader,
+    blocks,
+    commands,
+    last_command_of_make,
+    num_trained,
+    train_small,
+)
 
 import offbeat
 from offbeat.config import load
@@ -79,7 +90,8 @@ def check_training(words: list[str], reader: Reader) -> None:
     if "--dry-run" in words:
         assert reader.succeed("train", *words).startswith("would start a run in runs/")
     elif "--resume" in words:
-        assert "resumed at step" in newest(reader, "train", *words, "--run.steps=3", "--eval.prompts=4")
+        steps = f"--run.steps={num_trained(reader.run) + 1}"
+        assert "resumed at step" in newest(reader, "train", *words, steps, "--eval.prompts=4")
     elif words in (["examples/smollm2.toml"], ["examples/vllm_cpu.toml"]):
         # Training them takes a GPU or a vLLM (tests/contracts has one); that all is in place shows without.
         stand_in = [] if (reader.folder / "smollm2").is_dir() else ["--model.path=offbeat-tiny", "--task.system=none"]

@@ -17,7 +17,7 @@ from offbeat.engines.process.lifecycle import ServerEngines
 from offbeat.engines.protocol import EngineDied
 from offbeat.errors import UserError
 
-NO_VLLM = "facts: it is no vLLM"
+NO_VLLM = "failed at 'facts': it is no vLLM"
 NO_VLLM_BEHIND_HTTP = "/version: the server answered with status 404"
 
 

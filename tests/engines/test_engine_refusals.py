@@ -48,6 +48,6 @@ def test_from_python_it_is_refused_too(rollout, told, tmp_path):
 
 def test_a_worker_given_a_server_for_an_engine_that_has_none_is_told_what_to_add():
     with pytest.raises(
-        UserError, match=r'^--engine\.url = "http://there:8000": .*; add --rollout\.engine vllm or sglang'
+        UserError, match=r'^--engine\.url = "http://there:8000": .*; set rollout\.engine to "vllm" or "sglang"'
     ):
         load(None, ["--engine.url=http://there:8000"])  # what `offbeat worker --engine-url` adds

@@ -62,7 +62,7 @@ def test_seeds_are_the_same_on_every_machine():
 
 
 def test_groups_may_not_require_a_version_that_is_not_there(ledger: Ledger):
-    with pytest.raises(Refused, match="version 9 was never published"):
+    with pytest.raises(Refused, match="version 9, which was never published"):
         ledger.admit(new_groups(ledger, 1, require_version=9))
 
 

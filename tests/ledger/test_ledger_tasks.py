@@ -227,7 +227,7 @@ def test_only_who_holds_a_task_can_fail_it(ledger: Ledger):
     with pytest.raises(Fenced, match="lease 1 of task 1 is over"):
         fail(ledger, task)
     ledger.submit([handed(answer(again, [0]), "v", again.fence)])
-    with pytest.raises(Fenced, match="its trajectory is stored"):
+    with pytest.raises(Fenced, match="its trajectory is already stored"):
         fail(ledger, again, worker="v")
 
 

@@ -58,9 +58,13 @@ def train_small(*arguments: Any, **overrides: Any) -> offbeat.Run:
     if "/" in overrides.get("model", ""):
         small["model"] = "offbeat-tiny"
     if run := overrides.get("resume"):
-        rows = (Path(run) / "metrics.jsonl").read_text().splitlines()
-        small["run.steps"] = 1 + max(json.loads(row)["step"] for row in rows)
+        small["run.steps"] = num_trained(Path(run)) + 1
     return TRAIN(*arguments, **{**overrides, **small})
+
+
+def num_trained(run: Path) -> int:
+    """Steps of a run, which an earlier page may have resumed."""
+    return max(json.loads(row)["step"] for row in (run / "metrics.jsonl").read_text().splitlines())
 
 
 def last_command_of_make(target: str) -> list[str]:

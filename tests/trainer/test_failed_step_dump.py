@@ -104,7 +104,7 @@ def test_what_is_no_saved_batch_is_told(tmp_path, weights):
 def test_a_file_of_another_format_is_told(tmp_path, weights, monkeypatch):
     file = save(tmp_path / "broken", kept(), weights)
     monkeypatch.setattr(not_finite, "FORMAT", 2)
-    with pytest.raises(UserError, match="format 1; this Offbeat reads format 2"):
+    with pytest.raises(UserError, match="format 1, this Offbeat reads format 2; use the version"):
         read(file)
 
 

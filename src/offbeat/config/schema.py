@@ -139,8 +139,8 @@ class LossConfig(Section):
     value_coef: float = free(0.1, gt=0)
     """Weight of the value head's loss in advantage = "gae"."""
     max_logprob_gap: float = free(0.05, gt=0)
-    """Mean gap between the engine's and the trainer's log-probs above which an alarm is raised. Only tokens of the
-    current weights are compared."""
+    """Mean gap of engine's and trainer's log-probs that raises an alarm. Only tokens of the current weights are
+    compared."""
     audit_share: float = free(0.3, ge=0, le=1)
     """Share of tokens of older weights whose log-probs are audited. Where workers are separate processes, the trainer
     recomputes them with the weights that sampled the tokens. Fresh tokens are always compared. With 0, a worker can
@@ -565,7 +565,7 @@ class BatchConfig(Section):
     """Condition for training on an answer. strict: its whole group is scored. release: the answer itself is scored; its
     baseline comes from the siblings scored by then. batch: as release, but the baseline comes from the batch."""
     min_group: int = Field(MIN_GROUP, ge=MIN_GROUP)
-    """Smallest number of scored answers with which a group is trained on (gate = "strict")."""
+    """Scored answers that a group needs to be trained on (gate = "strict")."""
     drop_no_signal: bool | None = None
     """Replace groups whose rewards are all equal (dynamic sampling). Without it, only for dapo."""
     max_redraws: float = Field(4.0, ge=0)

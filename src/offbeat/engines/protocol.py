@@ -168,11 +168,10 @@ def problem_of(request: Request, version: int | None, capabilities: Capabilities
     sampling, num_tokens, max_context_tokens = request.sampling, len(request.tokens), capabilities.max_context_tokens
     if version is None:
         return "no version is loaded yet; call load first"
-    if not 0 <= request.position < num_tokens:
-        return (
-            f"position = {request.position}: must be at least 0 and less than the number of tokens, {num_tokens}, so "
-            "that the request has a prompt"
-        )
+    if request.position < 0:
+        return f"position = {request.position}: allowed 0 or more"
+    if request.position >= num_tokens:
+        return f"its prompt is empty: {request.position} of its {num_tokens} tokens belong to the response"
     if sampling.max_new_tokens < 1:
         return f"max_new_tokens = {sampling.max_new_tokens}: allowed 1 or more"
     if num_tokens + sampling.max_new_tokens > max_context_tokens:
