@@ -61,13 +61,16 @@ def server_share(config: Config, total_bytes: int) -> float:
     return min(round(share, 3), ALONE_SHARE)
 
 
+def num_servers(config: Config) -> int:
+    """Returns how many servers the run's own workers start. Returns 0 with `engine.url`, because the memory of a server
+    that somebody else started is in use before the trainer starts."""
+    return 0 if config.rollout.engine not in SERVED or config.engine.url else config.rollout.workers or 0
+
+
 def servers_bytes(config: Config, total_bytes: int) -> int:
-    """Returns how many bytes of the trainer's GPU are for the servers that the run's own workers start. Returns 0 with
-    `engine.url`, because the memory of a server that somebody else started is in use before the trainer starts."""
-    num_servers = config.rollout.workers or 0
-    if config.rollout.engine not in SERVED or not num_servers or config.engine.url:
-        return 0
-    return int(num_servers * server_share(config, total_bytes) * total_bytes)
+    """Returns how many bytes of the trainer's GPU are for the servers that the run's own workers start."""
+    number = num_servers(config)
+    return int(number * server_share(config, total_bytes) * total_bytes) if number else 0
 
 
 def trainer_bytes(config: Config, total_bytes: int) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from offbeat.client.connection import Connection
 from offbeat.client.http_client import RemoteTrainer
-from offbeat.launch.gpu_memory import LOCK, taking_turns
+from offbeat.launch.gpu_memory import LOCK, num_servers, taking_turns
 from offbeat.launch.joining import Invitation, joined, report_run_over
 from offbeat.launch.stopping import Stopping, interruptible
 from offbeat.observability.metrics import EVENT, step_row
@@ -42,7 +42,7 @@ async def train(
         def event(kind: str, **fields: Any) -> None:
             events.append({EVENT: kind, **fields})
 
-        with interruptible(), taking_turns(run and run / LOCK):
+        with interruptible(), taking_turns(run / LOCK if run and num_servers(config) else None):
             from offbeat.launch import model_parts
             from offbeat.trainer.checkpoint import Checkpoints
             from offbeat.trainer.trainer import StepReport, Trainer
