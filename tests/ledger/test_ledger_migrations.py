@@ -60,6 +60,17 @@ def test_the_old_file_is_kept_beside_the_new_one(old):
     assert copy.stat().st_mtime_ns == before, "an upgraded ledger is upgraded once"
 
 
+def test_the_copy_of_the_old_file_is_durable_before_the_upgrade(old, monkeypatch):
+    copy, synced = old.with_name(f"ledger.sqlite.before-schema-{SCHEMA}"), []
+
+    def sync_folder(folder: Path) -> None:
+        synced.append((folder, copy.is_file(), rows(old, "SELECT value FROM meta WHERE key = 'schema'")))
+
+    monkeypatch.setattr(migrations, "fsync_folder", sync_folder)
+    upgrade(old)
+    assert synced == [(old.parent, True, [(str(OLD_SCHEMA),)])]
+
+
 def test_failed_attempts_that_were_only_counted_become_rows(old):
     connection = sqlite3.connect(old)
     connection.execute("UPDATE tasks SET num_failures = 2, fence = fence + 5, failed_fence = fence + 5 WHERE id = 1")

