@@ -15,6 +15,8 @@ from offbeat.planner.report.frontier import homogeneous, mixed, split_by_class
 PAGE = ROOT / "docs" / "planning.md"
 FILES = ("cluster_hex_56.toml", "workload_hex_7b.toml")
 EXAMPLES = ROOT / "examples" / "planning"
+MEASUREMENTS = 3
+"""On a machine that is busy for a moment, a measurement may be one that `offbeat calibrate` rightly refuses."""
 
 
 @pytest.mark.parametrize("index", range(2), ids=FILES)
@@ -39,7 +41,11 @@ def test_the_commands_that_measure_fit_and_plan_work_one_after_the_other(reader:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # then only this thread's own time is measured, whatever else the machine does
     try:
-        assert "measurements.jsonl: " in reader.succeed(*measure[1:])
+        for _ in range(MEASUREMENTS):
+            (reader.folder / "measurements.jsonl").unlink(missing_ok=True)
+            assert "measurements.jsonl: " in reader.succeed(*measure[1:])
+            if "memory's bandwidth" not in reader.offbeat(*fit[1:]).err:
+                break
     finally:
         torch.set_num_threads(num_threads)
     fitted = reader.succeed(*fit[1:])
