@@ -280,11 +280,11 @@ def test_patience_ends_with_who_was_waited_for(tmp_path):
 
 
 def test_an_outage_is_mentioned_once_for_all_calls_then_ever_more_rarely_and_at_its_end(caplog):
-    now_s = 0.0
+    now_s = start_s = 1000.0
     outage = Outage("http://c:1", 900.0, lambda: now_s)
     said = []
     for second in range(600):
-        now_s = float(second)
+        now_s = start_s + second
         outage.failed("nobody listens")  # of one call
         outage.failed("nobody listens")  # of another
         if caplog.records:
