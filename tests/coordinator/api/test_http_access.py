@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+import time
 
 import pytest
 from http_run import LiveRun, answer
 
 from benchmarks.common.supervised import until
 from offbeat.client import wire
+from offbeat.coordinator.api import access
 from offbeat.coordinator.api.limits import ServerSettings
 from offbeat.ledger.workers import Role, WorkerState, new_secret, secret_hash
 
@@ -235,3 +237,11 @@ def test_metrics_are_for_this_machine_and_those_who_joined(run, worker):
     assert 'offbeat_requests_total{route="/v1/join",status="201"}' in text
     assert "offbeat_max_staleness_trained 0" in text
     assert run.send("GET", "/metrics", secret=worker).status == 200
+
+
+def test_no_more_members_are_remembered_than_there_is_room_for(run, monkeypatch):
+    monkeypatch.setattr(access, "MAX_KNOWN", 2)
+    admission = access.Access(run.ledger, ServerSettings(), time.monotonic, {})
+    for number in range(4):
+        assert admission._worker_of(run.secret(f"member-{number}")).name == f"member-{number}"
+    assert len(admission._known) == 2
