@@ -371,7 +371,10 @@ def test_a_server_that_cannot_take_the_runs_adapters_is_refused_with_its_remedy(
     tiny_llama(seed=2).save_pretrained(tmp_path / "other")
     refused = [
         ({"lora_rank": 16}, r"up to rank 8, but model.lora_rank = 16; .*--max-lora-rank 16\b"),
-        ({"path": str(tmp_path / "other")}, rf"serves {served_adapters.base}, .*start it with the model {tmp_path / 'other'}"),
+        (
+            {"path": str(tmp_path / "other")},
+            rf"serves {served_adapters.base}, .*start it with the model {tmp_path / 'other'}",
+        ),
     ]
     for model, told in refused:
         with pytest.raises(UserError, match=rf"{served_adapters.url}: .*{told}"):
