@@ -53,7 +53,7 @@ RUN_BY_ENGINE_TESTS = (ROOT / "tests" / "contracts" / "test_vllm_runs.py").read_
 
 
 def train_small(*arguments: Any, **overrides: Any) -> offbeat.Run:
-    """What Python on the pages gets as `offbeat.train`: the same, small, without a download; a resume adds a step."""
+    """Stands for `offbeat.train` in Python on the pages: few steps, no download, and one step more for a resume."""
     small = dict(SMALL)
     if "/" in overrides.get("model", ""):
         small["model"] = "offbeat-tiny"

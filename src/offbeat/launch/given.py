@@ -1,4 +1,4 @@
-"""What a Python program gives to a run besides the configuration: functions, rows, callbacks, and a way to stop it.
+"""Parts of a run that a Python program gives besides the configuration: functions, rows, callbacks, a way to stop it.
 
 A coordinator in another process gets the functions through a pickle file. Only this user can read the file, and it is
 deleted when the run ends. So nothing that a run keeps is ever unpickled.

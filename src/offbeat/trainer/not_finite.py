@@ -53,8 +53,8 @@ class FailedStepDump:
     """Number of the version with whose weights the step began."""
     lr: float
     tensor: str
-    """What was not finite, in words, such as "the loss". This field, `sample`, `token` and `num_updates` are copied
-    from the `NotFinite`."""
+    """Name of the value that was not finite, such as "the loss". This field, `sample`, `token` and `num_updates` are
+    copied from the `NotFinite`."""
     sample: int | None
     token: int | None
     num_updates: int
