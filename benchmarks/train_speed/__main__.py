@@ -42,7 +42,7 @@ from offbeat.errors import UserError
 from offbeat.model.devices import avoid_fragments
 from offbeat.model.loading import resolve
 from offbeat.planner.inputs import hardware
-from offbeat.trainer.host_adamw import HostAdamW
+from offbeat.trainer.host_adamw import SETTLED_UPDATES, HostAdamW
 from offbeat.trainer.packing import Sample
 from offbeat.trainer.policy import AdamSettings, Policy
 from offbeat.trainer.step import StepMetrics, StepSettings, train_step
@@ -93,7 +93,10 @@ class OurStep:
     def __init__(self, policy: Policy, settings: StepSettings) -> None:
         self.policy, self.settings = policy, settings
         self.update_s: list[float] = []
+        self.num_warm = 1
+        """Steps before the first that is timed."""
         if isinstance(policy.optimizer, HostAdamW):
+            self.num_warm += SETTLED_UPDATES
             policy.optimizer.register_step_pre_hook(self._start_update)
             policy.optimizer.register_step_post_hook(self._end_update)
 
@@ -170,7 +173,8 @@ def measure(
 def timed(step: Step, num_steps: int, samples: Sequence[Sample], device: torch.device) -> Measured:
     has_gpu = device.type == "cuda"
     wait = torch.cuda.synchronize if has_gpu else lambda: None
-    done = step(samples)
+    for _ in range(step.num_warm if isinstance(step, OurStep) else 1):
+        done = step(samples)
     wait()
     if has_gpu:
         torch.cuda.reset_peak_memory_stats()

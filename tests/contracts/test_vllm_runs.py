@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from offbeat.launch.gpu_memory import LOCK
+
 PYTHON = os.environ.get("OFFBEAT_VLLM_PYTHON")
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "vllm_cpu.toml"
@@ -148,6 +150,7 @@ def test_a_run_that_trains_adapters_serves_each_version_as_the_trainer_computes_
     published = {file.name for file in (run / "weights").glob("[0-9]*/*")}
     assert published == {"adapter_model.safetensors", "adapter_config.json"}
     assert not (run / "workers" / "worker-1" / "adapters").exists()
+    assert (run / LOCK).is_file(), "the trainer took its memory in its turn"
 
 
 def test_the_rules_go_around_a_bare_engine_and_no_token_passes_the_bound():

@@ -159,6 +159,38 @@ def test_moments_in_host_memory_give_the_bits_of_moments_on_the_gpu(tmp_path, mo
     assert torch.equal(weights(again), weights(here))
 
 
+@pytest.mark.parametrize("room_bytes", [0, 200_000, 10**12])
+def test_moments_that_find_room_on_the_gpu_move_there_and_back_without_changing_bits(
+    room_bytes, monkeypatch, deterministic
+):
+    monkeypatch.setattr("offbeat.trainer.host_adamw.CHUNK_NUMBERS", 1000)
+    monkeypatch.setattr("offbeat.trainer.host_adamw._room_bytes", lambda device: room_bytes)
+    here, away = policy_of(torch.bfloat16), policy_of(torch.bfloat16, moments_on_host=True)
+
+    def shares_on_gpu():
+        moments = [away.optimizer.state[master]["exp_avg"] for master in away.masters]
+        return sum(one.nbytes for one in moments if one.is_cuda) / sum(one.nbytes for one in moments)
+
+    for seed in (1, 2):
+        train(here, seed)
+        train(away, seed)
+    assert shares_on_gpu() == 0, "not before an update has shown what it takes"
+    for seed in (3, 4):
+        train(here, seed)
+        train(away, seed)
+    assert torch.equal(weights(away), weights(here))
+    if room_bytes == 200_000:
+        assert 0 < shares_on_gpu() < 1
+    else:
+        assert shares_on_gpu() == (1 if room_bytes else 0)
+    assert away.make_room() == bool(room_bytes)
+    assert shares_on_gpu() == 0
+    monkeypatch.setattr("offbeat.trainer.host_adamw._room_bytes", lambda device: 0)
+    train(here, 5)
+    train(away, 5)
+    assert torch.equal(weights(away), weights(here))
+
+
 def test_a_pass_that_does_not_fit_is_halved_until_it_does():
     policy = Policy(shaped_model(), AdamSettings())
     samples = make_samples(np.random.default_rng(0), [(40, [3000] * 8)])

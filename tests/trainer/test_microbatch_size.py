@@ -30,6 +30,18 @@ def test_what_does_not_fit_is_undone_and_tried_again_with_half_the_tokens(caplog
     assert len(told) == 2
 
 
+@pytest.mark.parametrize("shrinks", [True, False])
+def test_a_size_stays_as_long_as_room_can_be_made_in_another_way(shrinks):
+    size, passes = MicrobatchSize(8192, shrinks=shrinks), iter([full(), None])
+
+    def work() -> int:
+        if error := next(passes):
+            raise error
+        return size.tokens
+
+    assert size.fitting(work, lambda: True) == 8192
+
+
 @pytest.mark.parametrize("size", [MicrobatchSize(8192), MicrobatchSize(MIN_TOKENS, shrinks=True)])
 def test_a_size_that_may_not_shrink_ends_with_what_to_change(size):
     undone = []

@@ -49,17 +49,21 @@ class MicrobatchSize:
     shrinks: bool = False
     on_change: Callable[[int], None] = lambda tokens: None
 
-    def fitting(self, work: Callable[[], T], undo: Callable[[], object]) -> T:
-        """Returns the result of `work`. If the GPU's memory runs out, calls `undo`, halves the size and tries again.
-        Raises a `UserError` if the size may not shrink further."""
+    def fitting(self, work: Callable[[], T], undo: Callable[[], bool | None]) -> T:
+        """Returns the result of `work`. If the GPU's memory runs out, calls `undo` and tries again: with the same size
+        if `undo` returns True, having made room, else with half of it. Raises a `UserError` if the size may not shrink
+        further."""
         while True:
             try:
                 return work()
             except torch.OutOfMemoryError as error:
                 needed = str(error).split(". ")[0]
-            undo()
+            made_room = undo()
             gc.collect()  # an error's traceback holds the activations
             empty_cache(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+            if made_room:
+                log.info("out of GPU memory: moments that had moved to the GPU are in host memory again")
+                continue
             if not self.shrinks or self.tokens <= MIN_TOKENS:
                 raise UserError(
                     f"batch.tokens_per_microbatch = {self.tokens}: the GPU's memory is too small ({needed}); set a "

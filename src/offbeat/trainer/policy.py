@@ -82,8 +82,8 @@ class Policy:
         moments_on_host: bool = False,
     ):
         """`gradient_checkpointing` is True for all layers, or the share of layers to checkpoint. `moments_on_host`
-        keeps AdamW's moments in host memory and computes updates on the GPU. With `compiles`, layers are compiled,
-        unless this fails on this machine or `TORCHDYNAMO_DISABLE=1` is set."""
+        keeps AdamW's moments in host memory, but for those that the GPU has room for, and computes updates on the GPU.
+        With `compiles`, layers are compiled, unless this fails on this machine or `TORCHDYNAMO_DISABLE=1` is set."""
         self.usage = use_packed_attention(model)
         self.model, self.temperature, self.adam = model, temperature, adam
         self.device = next(model.parameters()).device
@@ -190,6 +190,10 @@ class Policy:
         self.optimizer.zero_grad(set_to_none=True)
         self._round_into_model()
         return float(norm)
+
+    def make_room(self) -> bool:
+        """Moves moments that `HostAdamW` has moved to the GPU back to host memory; returns whether there were any."""
+        return isinstance(self.optimizer, HostAdamW) and self.optimizer.move_to_host()
 
     @torch.no_grad()
     def _round_into_model(self) -> None:

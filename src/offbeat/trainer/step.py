@@ -90,17 +90,18 @@ def train_step(
     step = StepInProgress(policy, samples, settings, reference, size)
     if settings.max_sample_gap is not None:
         step.witnessed = size.fitting(
-            lambda: witness(policy, samples, settings.audit_share, weights_of, size.tokens), lambda: None
+            lambda: witness(policy, samples, settings.audit_share, weights_of, size.tokens), policy.make_room
         )
-    size.fitting(lambda: step.begin(parts), lambda: None)
+    size.fitting(lambda: step.begin(parts), policy.make_room)
     norms: list[float] = []
     try:
         for part in parts:
             before = deepcopy(step.sums)
 
-            def forget(before: StepAccumulator = before) -> None:
+            def forget(before: StepAccumulator = before) -> bool:
                 policy.optimizer.zero_grad(set_to_none=True)
                 step.sums, step.pending = deepcopy(before), []
+                return policy.make_room()
 
             size.fitting(partial(step.accumulate, part), forget)
             norms.append(policy.update(lr))
