@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.waiting import BackgroundTasks, Notifier, in_thread, run_to_end
+from offbeat.waiting import BackgroundTasks, Notifier, in_thread, run_to_end, unless
 
 SOON_S = 5.0
 
@@ -179,3 +179,26 @@ def test_a_thread_that_fails_after_its_caller_was_cancelled_leaves_no_complaint(
 
     asyncio.run(scenario())
     assert complaints == []
+
+
+def test_work_ends_by_itself_or_is_cancelled_when_a_stop_is_asked_for():
+    async def scenario():
+        stop, ended = asyncio.Event(), []
+
+        async def work(seconds: float) -> None:
+            try:
+                await asyncio.sleep(seconds)
+            finally:
+                ended.append(seconds)
+
+        async def failing() -> None:
+            raise ValueError("broken")
+
+        assert await unless(stop, work(0.0))
+        with pytest.raises(ValueError, match="broken"):
+            await unless(stop, failing())
+        asyncio.get_running_loop().call_soon(stop.set)
+        assert not await asyncio.wait_for(unless(stop, work(60.0)), SOON_S)
+        assert ended == [0.0, 60.0]
+
+    asyncio.run(scenario())

@@ -111,6 +111,20 @@ async def run_to_end(work: Coroutine[Any, Any, None], within_s: float) -> None:
         raise
 
 
+async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, object]) -> bool:
+    """Awaits `work` and returns True. If `stop` is set before `work` has ended, cancels it and returns False."""
+    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+        return task.done()
+    finally:
+        for one in (task, stopped):
+            one.cancel()
+        await asyncio.gather(task, stopped, return_exceptions=True)
+
+
 async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
     """Calls `function` in a thread and returns its result. A cancellation of the caller takes effect only when the
     thread has ended, so that two calls never write the same files at once."""

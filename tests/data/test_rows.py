@@ -56,6 +56,7 @@ def test_chats_are_recognised_by_their_first_row(tmp_path):
         ),
         ([*ROWS, {"prompt": 3}], "^task: row 6: prompt is 3, an int; a prompt must be text"),
         ([*ROWS, "a"], "^task: row 6 is 'a', a str; give a dict"),
+        (["a"], "^task: row 1 is 'a', a str; give a dict"),
         (DatasetDict(train=Dataset.from_list(ROWS)), "^task: is a dict with the keys train; give one of its splits"),
         (7, "^task: 7 is an int; give a list of dicts"),
     ],

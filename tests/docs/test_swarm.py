@@ -58,3 +58,15 @@ def test_coordinator_trainer_and_worker_each_in_a_terminal_of_their_own(terminal
     assert re.search(r"trainer +finished ", terminals.say(LIST))
     (name,) = producers(terminals)
     assert "revoked" in terminals.say(REVOKE.replace("NAME", name))
+
+
+def test_a_trainer_that_waits_for_a_coordinator_that_is_gone_ends_when_told_to(terminals: Terminals):
+    serve = terminals.start(SERVE, SMALL, "--run.steps=4 --serve.port", terminals.port)
+    terminals.until("the coordinator listens", lambda: is_serving(terminals))
+    trainer = terminals.start(TRAINER)
+    terminals.until("the trainer has joined", lambda: re.search(r"trainer +", terminals.say(LIST)))
+    os.killpg(serve.pid, signal.SIGKILL)
+    terminals.until("the trainer misses its coordinator", lambda: "has not answered" in terminals.screen())
+    os.killpg(trainer.pid, signal.SIGTERM)
+    trainer.wait(10)
+    assert "trainer stopped by SIGTERM" in terminals.screen()

@@ -20,6 +20,7 @@ from offbeat.launch.joining import Invitation, joined, report_run_over
 from offbeat.launch.stopping import Stopping, interruptible
 from offbeat.observability.metrics import EVENT, step_row
 from offbeat.observability.trace import Trace
+from offbeat.waiting import unless
 from offbeat.weights.piece_store import PieceStore
 
 KEY = "signing.key"
@@ -80,7 +81,8 @@ async def train(
         )
         stopping = Stopping()
         stack.enter_context(stopping.listening())
-        await trainer.start(from_scratch=from_scratch)
+        if not await unless(stopping.requested, trainer.start(from_scratch=from_scratch)):
+            return stopping.why
         await trainer.run(stopping.requested)
         if trainer.step < config.run.steps:
             return stopping.why
