@@ -179,7 +179,7 @@ def main() -> int:
     parser.add_argument("--trl-python", metavar="PATH", help="of an environment with TRL and vLLM")
     parser.add_argument("--engine-arguments", default="", metavar="WORDS", help="for vLLM, separated by spaces")
     parser.add_argument("--keys", default="", metavar="WORDS", help="further keys of all of Offbeat's runs")
-    parser.add_argument("--only", default="", metavar="TEXT", help="ways whose names contain one of TEXT,TEXT")
+    parser.add_argument("--only", default="", metavar="TEXT", help="ways that are named, or contain, one of TEXT,TEXT")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep metrics, logs and traces of all runs here")
     options = parser.parse_args()
     has_gpu = torch.cuda.is_available()
@@ -187,7 +187,11 @@ def main() -> int:
         say("needs a GPU; --quick trains the tiny model on the CPU")
         return 2
     has_vllm = not options.quick or options.python != sys.executable
-    wanted = options.only.split(",")
+
+    def is_wanted(name: str) -> bool:
+        texts = options.only.split(",")
+        return name in texts or any(text in name for text in texts if text not in SCHEDULES)
+
     with report.scratch("overlap") as folder:
         work = _work(options, folder, has_vllm=has_vllm)
         keep = options.keep or folder
@@ -205,14 +209,14 @@ def main() -> int:
         for number in range(options.rounds):
             place = keep.absolute() / f"round-{number + 1}"
             for name, words in SCHEDULES.items():
-                if any(text in name for text in wanted):
+                if is_wanted(name):
                     rate, run = train(work, words, place / name.replace(", ", "-"))
                     note(name, rate)
-            if any(text in "TRL" for text in wanted) and not options.quick:
+            if is_wanted("TRL") and not options.quick:
                 few = replace(work, num_steps=min(work.num_steps, 14), num_warmup=1)
                 python = trl_python(options.trl_python) if options.trl_python else Path(sys.executable)
                 note("TRL", train_with_trl(few, python, place / "trl"))
-            if any(text in "ceiling" for text in wanted) and has_vllm:
+            if is_wanted("ceiling") and has_vllm:
                 if run is None:
                     raise OffbeatError("--only: the ceiling needs a run of Offbeat's, for the lengths of its answers")
                 canned = canned or Canned.of(run, work.num_warmup)

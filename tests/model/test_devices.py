@@ -77,3 +77,15 @@ def test_memory_grows_in_place_unless_the_environment_says_otherwise(monkeypatch
 def test_auto_takes_a_gpu_before_the_cpu(monkeypatch):
     monkeypatch.setattr(devices, "available_devices", lambda: ["cuda:0", "cuda:1", "cpu"])
     assert devices.pick_device("auto") == torch.device("cuda:0")
+
+
+@pytest.mark.parametrize(("kind", "workspace"), [("cuda", ":4096:8"), ("cpu", None)])
+def test_equal_bits_on_a_gpu_need_a_fixed_workspace_and_deterministic_kernels(kind, workspace, monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    try:
+        devices.be_deterministic(torch.device(kind))
+        assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == workspace
+        assert torch.are_deterministic_algorithms_enabled() == (kind == "cuda")
+    finally:
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+        torch.use_deterministic_algorithms(False)

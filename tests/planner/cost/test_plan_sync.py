@@ -1,9 +1,12 @@
+import math
+
 import pytest
 from plan_shapes import CARD, QWEN_14B, cluster, machines, work
 
 from offbeat.planner.cost.constants import Efficiencies
 from offbeat.planner.cost.sizes import update_bytes
-from offbeat.planner.cost.sync_time import CHUNK_BYTES, publish_s, relay_s, swap_s, wake_s
+from offbeat.planner.cost.sync_time import CHUNK_BYTES, publish_s, relay_s, swap_s, two_trees_s, wake_s
+from offbeat.planner.inputs.hardware import Link
 from offbeat.planner.inputs.model_shapes import weight_bytes
 
 PLACE = cluster(machines("a", 1), machines("b", 6))
@@ -29,6 +32,15 @@ def test_a_large_class_is_spread_by_a_tree_and_not_along_a_line():
     assert large - one == pytest.approx(8 * CHUNK_BYTES / (5e9 / 2))  # 1 + 2 + 4 + ... + 256 nodes: 8 hops, not 399
     tight = cluster(machines("a", 1), machines("b", 400), same=1.5e9, between=1.5e9)
     assert relay_s(WORK, tight, "a", "b", 400) > large  # no port is left to divide
+
+
+@pytest.mark.parametrize(("num_nodes", "depth"), [(3, 2), (4, 2), (5, 3), (9, 4)])
+def test_two_trees_use_the_whole_port_and_are_as_deep_as_one(num_nodes, depth):
+    within = Link(4e9, 1e-3)
+    hops_s = depth * (CHUNK_BYTES / 2e9 + 1e-3)
+    assert two_trees_s(8e9, 2e9, within, num_nodes) == pytest.approx(4.0 + hops_s)
+    assert two_trees_s(8e9, 9e9, within, num_nodes) == pytest.approx(2.0 + hops_s)
+    assert two_trees_s(8e9, 2e9, within, 2) == math.inf
 
 
 def test_deltas_shorten_the_way_in_proportion():
