@@ -19,8 +19,9 @@ USABLE_SHARE = 0.92
 LEAST_BYTES = 2_500_000_000
 """Least memory that a server needs besides its weights: buffers, CUDA graphs, and some keys and values."""
 
-OUTSIDE_BYTES = 2_000_000_000
-"""Memory that trainer and server take besides tensors: CUDA's own for each process, and CUDA graphs."""
+OUTSIDE_BYTES = 3_000_000_000
+"""Memory that trainer and server take besides tensors: CUDA's own for each process, CUDA graphs, and buffers while a
+server loads new weights. With 2 GB for it, a card of 80 GB was exceeded by 0.4 GB."""
 LOCK = "gpu.lock"
 """File in a run's folder. On a GPU that trainer and servers share, a process locks it while it takes its memory at the
 start (`taking_turns`)."""
