@@ -1,3 +1,4 @@
+import json
 import os
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from offbeat.trainer import checkpoint
 from offbeat.trainer.checkpoint import Checkpoints
 from offbeat.trainer.policy import AdamSettings, Policy
 from offbeat.trainer.step import StepSettings, train_step
+from offbeat.weights.version import Adapter
 
 
 def trained_policy():
@@ -111,3 +113,34 @@ def test_a_failed_write_leaves_the_earlier_checkpoint_and_says_so(tmp_path, monk
         checkpoints.save(2, 2, policy.state())
     assert checkpoints.steps() == [1]
     assert [p.name for p in tmp_path.iterdir()] == ["00000001"]
+
+
+def adapter(base: str = "b" * 64, **config: object) -> Adapter:
+    return Adapter(base, json.dumps({"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]} | config), dict)
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "told"),
+    [
+        (
+            None,
+            adapter(),
+            "the checkpoint holds all weights, but an adapter would be trained; set model.lora_rank back",
+        ),
+        (
+            adapter(),
+            None,
+            "the checkpoint holds an adapter, but all weights would be trained; set model.lora_rank back",
+        ),
+        (adapter(), adapter(r=8), "the checkpoint has model.lora_rank = 4, but the run has 8; set it back"),
+        (adapter(), adapter(lora_alpha=9), "the checkpoint has model.lora_alpha = 8, but the run has 9"),
+        (adapter(), adapter(target_modules=["o"]), r"model.lora_targets = \['q_proj'\], but the run has \['o'\]"),
+        (adapter(), adapter("c" * 64), "a model with digest bbbbbbbbbbbb, but model.path has cccccccccccc"),
+        (adapter(), adapter(peft_type="X"), "differ in configuration; use the version of Offbeat that wrote"),
+    ],
+)
+def test_a_checkpoint_of_other_parts_of_the_model_is_refused_with_what_to_set_back(saved, now, told, tmp_path):
+    Checkpoints(tmp_path, adapter=saved).save(1, 1, {})
+    Checkpoints(tmp_path, adapter=saved).load(1)
+    with pytest.raises(UserError, match=told):
+        Checkpoints(tmp_path, adapter=now).load(1)
