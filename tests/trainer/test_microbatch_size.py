@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from learning_models import tiny_model
 
 from offbeat.errors import UserError
-from offbeat.trainer.microbatch_size import MIN_TOKENS, MicrobatchSize, SizeFile
+from offbeat.trainer import microbatch_size
+from offbeat.trainer.microbatch_size import MIN_TOKENS, SAFE_SHARE, MicrobatchSize, SizeFile, measured
+from offbeat.trainer.policy import AdamSettings, Policy
 
 
 def full() -> torch.OutOfMemoryError:
@@ -58,3 +61,39 @@ def test_a_stored_size_is_read_again_on_the_same_gpu_alone(tmp_path):
     assert SizeFile(file.path, "NVIDIA B").read() is None
     file.path.write_text("{")
     assert file.read() is None
+
+
+GB = 10**9
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """Lets passes take what they took for a model of 1.5B on a GPU: 2.15 MB a token and 1.3 GB for the output layer,
+    but at least the 4.3 GB of a large weight's gradient. Returns a function that sets the free memory."""
+    free = [0]
+
+    def peak(policy: Policy, num_tokens: int, longest: int) -> int:
+        needed = int(max(1.3 * GB + 2.15e6 * num_tokens, 4.3 * GB))
+        if needed > free[0]:
+            raise full()
+        return needed
+
+    monkeypatch.setattr(microbatch_size, "_peak_bytes", peak)
+    monkeypatch.setattr(microbatch_size, "_pass_over", lambda policy, *_: None)
+    monkeypatch.setattr(microbatch_size, "memory_bytes", lambda device: (free[0], free[0]))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    return lambda num_bytes: free.__setitem__(0, num_bytes)
+
+
+@pytest.mark.parametrize("free_gb", [12, 24, 60])
+def test_a_measured_size_fits_although_small_passes_take_what_a_large_weight_does(card, free_gb):
+    policy = Policy(tiny_model("llama"), AdamSettings())
+    card(free_gb * GB)
+    tokens = measured(policy, 0, longest=512)
+    assert 0.85 * SAFE_SHARE * free_gb * GB <= 1.3 * GB + 2.15e6 * tokens <= SAFE_SHARE * free_gb * GB
+
+
+@pytest.mark.parametrize("free_gb", [3, 5])
+def test_a_card_that_cannot_hold_the_passes_gets_smaller_ones(card, free_gb):
+    card(free_gb * GB)
+    assert measured(Policy(tiny_model("llama"), AdamSettings()), 0, longest=512) in (MIN_TOKENS, 1024)

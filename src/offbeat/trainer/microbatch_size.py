@@ -31,8 +31,9 @@ MAX_TOKENS = 32768
 """A measured size is at most this many tokens, because with more, matrix products are no faster."""
 MIN_TOKENS = 512
 """Size, in tokens, that is not halved again: a GPU that cannot hold such a micro-batch cannot train the model."""
-PROBES = (1024, 3072)
-"""Numbers of tokens in the two passes whose memory is measured; the memory grows linearly with this number."""
+PROBES = (2048, 4096)
+"""Numbers of tokens in the two passes whose memory is measured. With fewer tokens, the peak may be the gradient of one
+large weight, late in the backward pass. With more, it is the activations, which grow linearly with this number."""
 SAFE_SHARE = 0.9
 """Share of the free memory to plan with; the rest is for fragmentation and for larger needs than were measured."""
 LATER_BYTES, LATER_BYTES_WITHOUT_MOMENTS = 12, 4
@@ -80,12 +81,22 @@ class MicrobatchSize:
 def measured(policy: Policy, num_taken_bytes: int, longest: int) -> int:
     """Returns the largest size, in tokens, for which the policy's GPU has memory. `num_taken_bytes` is the memory that
     other processes take or will take there; `longest` is the most tokens that prompt and answer may have together."""
-    _pass_over(policy, PROBES[0], longest)  # allocates the gradients, which are counted apart (`LATER_BYTES`)
-    needed = [_peak_bytes(policy, tokens, longest) for tokens in PROBES]
-    policy.optimizer.zero_grad(set_to_none=True)
-    empty_cache(policy.device)
-    per_token = max((needed[1] - needed[0]) / (PROBES[1] - PROBES[0]), 1.0)
-    constant = max(needed[0] - per_token * PROBES[0], 0.0)
+    (small, large), most = PROBES, MAX_TOKENS
+    while True:
+        try:
+            _pass_over(policy, small, longest)  # allocates the gradients, which are counted apart (`LATER_BYTES`)
+            needed = [_peak_bytes(policy, tokens, longest) for tokens in (small, large)]
+            break
+        except torch.OutOfMemoryError:
+            pass  # with less, outside of this block, because the error holds the activations
+        _clear(policy)
+        if small <= MIN_TOKENS:
+            return MIN_TOKENS
+        small, large = small // 2, large // 2
+        most = large  # twice as many did not fit
+    _clear(policy)
+    per_token = max((needed[1] - needed[0]) / (large - small), 1.0)
+    constant = max(needed[0] - per_token * small, 0.0)
     found = memory_bytes(policy.device)
     assert found is not None, "this is a bug: the size of micro-batches is measured only on GPUs"
     free, total = found
@@ -93,7 +104,14 @@ def measured(policy: Policy, num_taken_bytes: int, longest: int) -> int:
     num_later = per_parameter * sum(master.numel() for master in policy.masters)
     room = SAFE_SHARE * (min(free, total - num_taken_bytes - torch.cuda.memory_allocated(policy.device)) - num_later)
     tokens = int((room - constant) / per_token) // 1024 * 1024
-    return min(max(tokens, MIN_TOKENS), MAX_TOKENS)
+    return min(max(tokens, MIN_TOKENS), most)
+
+
+def _clear(policy: Policy) -> None:
+    """Frees the gradients and torch's cache."""
+    policy.optimizer.zero_grad(set_to_none=True)
+    gc.collect()
+    empty_cache(policy.device)
 
 
 def _peak_bytes(policy: Policy, num_tokens: int, longest: int) -> int:
