@@ -1,4 +1,4 @@
-"""Large imports leave the search for garbage as they found it; what is hidden is hidden from them alone."""
+"""Large imports leave the search for garbage as they found it; what is hidden or deferred is so for them alone."""
 
 import gc
 import subprocess
@@ -29,6 +29,90 @@ def test_a_program_that_searches_for_no_garbage_keeps_its_choice():
         gc.enable()
 
 
+def test_what_the_block_made_is_not_searched_soon_after_it():
+    with collecting_later():
+        made = [[] for _ in range(100)]
+    assert any(one is made[-1] for one in gc.get_objects(generation=2))
+
+
+def test_what_a_program_has_frozen_stays_frozen():
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with collecting_later():
+            pass
+        assert gc.get_freeze_count() > 0.9 * frozen
+    finally:
+        gc.unfreeze()
+
+
+def python(program: str, *arguments: str) -> str:
+    """Runs a program in a process of its own, and returns its output."""
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+DEFERS = """
+import sys
+from importlib.util import find_spec
+from offbeat.extras import deferring
+with deferring():
+    import boto3
+    from scipy.optimize import linear_sum_assignment
+    import scipy.optimize as early
+    assert find_spec("boto3") and find_spec("scipy.optimize")
+    assert "botocore" not in sys.modules and "scipy.optimize._optimize" not in sys.modules
+assert "boto3" not in sys.modules and "scipy.optimize" not in sys.modules
+assert [list(found) for found in linear_sum_assignment([[2, 1], [1, 2]])] == [[0, 1], [1, 0]]
+import scipy.optimize
+assert linear_sum_assignment is not scipy.optimize.linear_sum_assignment
+assert early.OptimizeResult is scipy.optimize.OptimizeResult
+assert boto3.__version__ == sys.modules["boto3"].__version__ and boto3.Session is sys.modules["boto3"].Session
+"""
+
+
+def test_a_deferred_module_is_imported_when_it_is_needed():
+    pytest.importorskip("boto3")
+    python(DEFERS)
+
+
+IMPORTS_FASTER = """
+import sys
+from offbeat.extras import importing_faster
+with importing_faster():
+    import transformers.modeling_utils
+    from transformers.loss.loss_for_object_detection import linear_sum_assignment
+assert not {"scipy.optimize", "boto3"} & {*sys.modules}
+assert linear_sum_assignment([[5.0]])[0] == [0]
+"""
+
+
+@pytest.mark.full
+def test_transformers_does_without_the_deferred_modules():
+    python(IMPORTS_FASTER)
+
+
+LOADS_AHEAD = """
+import sys, threading
+from offbeat.extras import load_ahead
+load_ahead("torch", sys.argv[1])
+for thread in threading.enumerate():
+    if thread is not threading.current_thread():
+        thread.join()
+print("torch" in sys.modules, "libtorch_cpu" in open("/proc/self/maps").read())
+import torch
+assert torch.ones(2) @ torch.ones(2) == 2
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shared libraries have other names")
+@pytest.mark.parametrize(("library", "found"), [("lib/libtorch_cpu.so", True), ("lib/none.so", False)])
+def test_a_library_is_loaded_ahead_of_its_package_if_there_is_one(library, found):
+    assert python(LOADS_AHEAD, library).split() == ["False", str(found)]
+
+
 LOOKS_THEN_TRAINS = """
 import offbeat, sys
 if "transformers first" in sys.argv:
@@ -46,6 +130,4 @@ def test_looking_at_a_run_leaves_a_program_able_to_train(tmp_path, order):
     """Transformers would remember that torch is missing, if it were imported while torch is hidden."""
     small = {"batch.groups_per_step": 1, "batch.group_size": 2, "eval.every": 0, "log.console": "quiet"}
     run = offbeat.train(name="a", steps=1, run={"dir": str(tmp_path)}, **small)
-    command = [sys.executable, "-c", LOOKS_THEN_TRAINS, str(run.path), order]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    python(LOOKS_THEN_TRAINS, str(run.path), order)

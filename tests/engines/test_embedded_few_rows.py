@@ -10,6 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from offbeat.engines.embedded.attention import ALIGNED_BYTES, KeyValueSlots
 from offbeat.engines.embedded.decode_forward import (
+    BLOCK,
+    MAX_BLOCKED_ROWS,
     MAX_ROWS,
     MIN_ROWS,
     DecodeForward,
@@ -23,10 +25,13 @@ needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="to
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize("num_rows", [1, MIN_ROWS - 1, MIN_ROWS, 17, MAX_ROWS, MAX_ROWS + 1])
-def test_a_product_is_that_of_a_linear_layer_whatever_the_number_of_rows(num_rows, has_bias):
+@pytest.mark.parametrize("num_outputs", [5 * BLOCK, 257])
+@pytest.mark.parametrize(
+    "num_rows", [1, MIN_ROWS - 1, MIN_ROWS, 7, MAX_BLOCKED_ROWS, MAX_BLOCKED_ROWS + 1, 17, MAX_ROWS, MAX_ROWS + 1]
+)
+def test_a_product_is_that_of_a_linear_layer_whatever_the_number_of_rows(num_rows, num_outputs, has_bias):
     torch.manual_seed(0)
-    values, layer = torch.randn(num_rows, 1, 300), nn.Linear(300, 257, bias=has_bias)
+    values, layer = torch.randn(num_rows, 1, 300), nn.Linear(300, num_outputs, bias=has_bias)
     with torch.inference_mode():
         found = product(values, layer.weight, layer.bias)
         assert found.is_contiguous()

@@ -1,5 +1,7 @@
 """What a model can be used for is asked of the model itself."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -46,6 +48,15 @@ def test_each_layer_has_its_own_window():
     model = tiny_model("qwen2")
     usage(model)
     assert [window_of(layer.self_attn) for layer in model.model.layers] == [None, WINDOW_TOKENS]
+
+
+def test_a_copy_of_a_probed_model_is_not_probed_again():
+    model = tiny_model("qwen2")
+    found, twin, passes = usage(model), copy.deepcopy(model), []
+    twin.register_forward_pre_hook(lambda *given: passes.append(given))
+    assert usage(twin) == found
+    assert not passes
+    assert [window_of(layer.self_attn) for layer in twin.model.layers] == [None, WINDOW_TOKENS]
 
 
 def test_a_model_that_keeps_a_calls_options_from_its_attention_has_slots_and_is_not_packed():

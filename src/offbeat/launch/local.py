@@ -21,7 +21,7 @@ from offbeat.client.in_process import InProcessTrainer, InProcessWorker
 from offbeat.config.schema import Config
 from offbeat.engines.protocol import KvMode
 from offbeat.errors import OffbeatError
-from offbeat.extras import collecting_later
+from offbeat.extras import importing_faster, load_ahead
 from offbeat.files import disk_trouble
 from offbeat.launch import stopping, wiring
 from offbeat.launch.coordinator_runtime import (
@@ -85,14 +85,15 @@ async def _run(folder: RunFolder, given: Given, *, from_scratch: bool) -> dict[s
     config = folder.config
     async with AsyncExitStack() as stack:
         start_s, is_quiet = time.monotonic(), config.log.console == "quiet"
-        if not may_have_gpu():  # a GPU would be missed only when everything else is loaded
-            await check_device(config.model.device)
+        if not may_have_gpu():
+            await check_device(config.model.device)  # now, because torch would miss a GPU only much later
+            load_ahead("torch", "lib/libtorch_cpu.so")
         checked = await stack.enter_async_context(checking(config, given, folder.path))
         checked.announce(folder)
         what = f"run {folder.path}: {config.model.path}, engine {config.rollout.engine}"
         with loading(what, is_quiet=is_quiet) as stage, interruptible():
             stage("importing torch")
-            with collecting_later():
+            with importing_faster():
                 import torch
 
                 from offbeat.launch import model_parts

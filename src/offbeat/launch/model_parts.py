@@ -39,6 +39,7 @@ from offbeat.model.devices import (
 )
 from offbeat.model.loading import load_model
 from offbeat.model.lora import AdapterDisabled, Lora, base_tensors, describe, load_adapted
+from offbeat.model.usage import usage
 from offbeat.spelling import a_kind
 from offbeat.trainer import attention
 from offbeat.trainer.advantages import ADVANTAGES, GaeSettings, group_normalised
@@ -115,8 +116,11 @@ def make_embedded(
 
 
 def load(config: Config) -> PreTrainedModel:
-    """Loads the configured model, with LoRA adapters if configured."""
-    return _load(config, _lora(config))
+    """Loads the configured model, with LoRA adapters if configured, and probes how it can be run, so that its copies
+    need no probe."""
+    model = _load(config, _lora(config))
+    usage(model)
+    return model
 
 
 def _load(config: Config, lora: Lora | None) -> PreTrainedModel:

@@ -76,10 +76,15 @@ def window_of(module: nn.Module) -> int | None:
 def usage(model: PreTrainedModel) -> Usage:
     """Runs the probe on `model` (see the module's docstring). Returns whether Offbeat's attention can replace the
     model's, and which options the model takes. Also stores each attention layer's window in the layer, where
-    `window_of` finds it."""
+    `window_of` finds it; and the result in the model, so that the model and its copies are probed only once."""
+    known = model.__dict__.get("offbeat_usage")
+    if isinstance(known, Usage):
+        return known
     takes, seen = inspect.signature(model.forward).parameters, _Seen()
     obstacle = _obstacle(model, takes, seen)
-    return Usage(obstacle, seen.hands_on, "logits_to_keep" in takes)
+    found = Usage(obstacle, seen.hands_on, "logits_to_keep" in takes)
+    model.__dict__["offbeat_usage"] = found
+    return found
 
 
 def _obstacle(model: PreTrainedModel, takes: Mapping[str, inspect.Parameter], seen: _Seen) -> str | None:
