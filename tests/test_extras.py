@@ -1,4 +1,4 @@
-"""Large imports leave the search for garbage as they found it; what is hidden or deferred is so for them alone."""
+"""Large imports leave the search for garbage as they found it; what is hidden is so for them alone."""
 
 import gc
 import subprocess
@@ -52,46 +52,6 @@ def python(program: str, *arguments: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-DEFERS = """
-import sys
-from importlib.util import find_spec
-from offbeat.extras import deferring
-with deferring():
-    import boto3
-    from scipy.optimize import linear_sum_assignment
-    import scipy.optimize as early
-    assert find_spec("boto3") and find_spec("scipy.optimize")
-    assert "botocore" not in sys.modules and "scipy.optimize._optimize" not in sys.modules
-assert "boto3" not in sys.modules and "scipy.optimize" not in sys.modules
-assert [list(found) for found in linear_sum_assignment([[2, 1], [1, 2]])] == [[0, 1], [1, 0]]
-import scipy.optimize
-assert linear_sum_assignment is not scipy.optimize.linear_sum_assignment
-assert early.OptimizeResult is scipy.optimize.OptimizeResult
-assert boto3.__version__ == sys.modules["boto3"].__version__ and boto3.Session is sys.modules["boto3"].Session
-"""
-
-
-def test_a_deferred_module_is_imported_when_it_is_needed():
-    pytest.importorskip("boto3")
-    python(DEFERS)
-
-
-IMPORTS_FASTER = """
-import sys
-from offbeat.extras import importing_faster
-with importing_faster():
-    import transformers.modeling_utils
-    from transformers.loss.loss_for_object_detection import linear_sum_assignment
-assert not {"scipy.optimize", "boto3"} & {*sys.modules}
-assert linear_sum_assignment([[5.0]])[0] == [0]
-"""
-
-
-@pytest.mark.full
-def test_transformers_does_without_the_deferred_modules():
-    python(IMPORTS_FASTER)
 
 
 LOADS_AHEAD = """

@@ -21,7 +21,7 @@ from offbeat.client.in_process import InProcessTrainer, InProcessWorker
 from offbeat.config.schema import Config
 from offbeat.engines.protocol import KvMode
 from offbeat.errors import OffbeatError
-from offbeat.extras import importing_faster, load_ahead
+from offbeat.extras import collecting_later, load_ahead
 from offbeat.files import disk_trouble
 from offbeat.launch import stopping, wiring
 from offbeat.launch.coordinator_runtime import (
@@ -93,7 +93,7 @@ async def _run(folder: RunFolder, given: Given, *, from_scratch: bool) -> dict[s
         what = f"run {folder.path}: {config.model.path}, engine {config.rollout.engine}"
         with loading(what, is_quiet=is_quiet) as stage, interruptible():
             stage("importing torch")
-            with importing_faster():
+            with collecting_later():
                 import torch
 
                 from offbeat.launch import model_parts

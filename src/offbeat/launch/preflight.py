@@ -21,7 +21,7 @@ from offbeat.config.schema import SERVED, Config
 from offbeat.data.files import FileSource
 from offbeat.data.mixture import Mixture
 from offbeat.errors import UserError
-from offbeat.extras import importing_faster
+from offbeat.extras import collecting_later
 from offbeat.launch import engine_choice, wiring
 from offbeat.launch.coordinator_runtime import Prepared, prepare
 from offbeat.launch.given import Given
@@ -129,7 +129,7 @@ async def checking(config: Config, given: Given | None = None, home: Path | None
             trials = await wiring.try_rewards(config, mixture, pool)
             stage("importing transformers, which reads the tokenizer")
             await importing
-            with interruptible(), importing_faster():
+            with interruptible(), collecting_later():
                 num = None if is_hub_name(config.model.path) else num_parameters(config.model.path)
                 tokens = wiring.load_tokens(config)
                 stage("reading the prompts")
@@ -145,7 +145,7 @@ async def checking(config: Config, given: Given | None = None, home: Path | None
 
 
 def _import_transformers() -> None:
-    with importing_faster():
+    with collecting_later():
         import transformers  # noqa: F401
 
 
