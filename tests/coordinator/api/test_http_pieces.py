@@ -16,7 +16,7 @@ from safetensors.torch import load
 from offbeat.client import wire
 from offbeat.client.connection import Connection
 from offbeat.client.http_client import RemoteTrainer, RemoteWorker
-from offbeat.client.weight_transfer import CoordinatorReceiver, send_version
+from offbeat.client.weight_transfer import CoordinatorReceiver, fill, send_version
 from offbeat.config import from_dict
 from offbeat.coordinator.relays import key_hash
 from offbeat.errors import OffbeatError
@@ -167,6 +167,22 @@ def test_a_piece_is_handed_out_whole_and_in_parts(run, trainer, worker):
     assert run.send("GET", f"/v1/pieces/{digest}", headers=long, secret=worker).status == 400
     assert run.send("GET", f"/v1/pieces/{'0' * 64}", secret=worker).status == 404
     assert run.send("GET", "/v1/pieces/x", secret=worker).status == 404
+
+
+def test_a_download_goes_on_after_what_is_there_already(run, trainer, worker, tmp_path):
+    data, part = bytes(range(256)) * 1000, tmp_path / "part"
+    digest = blake3(data).hexdigest()
+    put(run, trainer, f"/v1/pieces/{digest}", data)
+
+    async def scenario(had: bytes) -> bytes:
+        part.write_bytes(had)
+        async with connected(run, worker) as theirs:
+            await asyncio.wait_for(fill(theirs, f"/v1/pieces/{digest}", part, len(data)), 20)
+        return part.read_bytes()
+
+    assert asyncio.run(scenario(b"")) == data
+    assert asyncio.run(scenario(b"!" * 1000)) == b"!" * 1000 + data[1000:], "only the rest came"
+    assert asyncio.run(scenario(data + b"more")) == data
 
 
 def test_a_manifest_counts_once_a_trainer_of_the_run_has_signed_it_and_its_pieces_are_here(run, trainer, away):
