@@ -31,6 +31,9 @@ POINTS: dict[str, tuple[str, ...]] = {
         "snapshot-taken",  # of a checkpoint, in memory only
         "checkpoint-drafted",  # on disk under a name that no resume reads
         "checkpoint-saved",  # not yet reported
+        "order-given",  # to the other ranks, rank 0 has not begun it
+        "order-received",  # by another rank, which has not begun it
+        "rows-written",  # of a checkpoint, by any rank; not yet noted
     ),
     "worker": (
         "version-fetched",  # not yet loaded

@@ -78,7 +78,7 @@ def measured(policy: Policy, num_taken_bytes: int, longest: int) -> int:
     other processes take or will take there; `longest` is the most tokens that prompt and answer may have together."""
     _pass_over(policy, PROBES[0], longest)  # allocates the gradients, which are counted apart (`LATER_BYTES`)
     needed = [_peak_bytes(policy, tokens, longest) for tokens in PROBES]
-    policy.optimizer.zero_grad(set_to_none=True)
+    policy.drop_gradients()
     empty_cache(policy.device)
     per_token = max((needed[1] - needed[0]) / (PROBES[1] - PROBES[0]), 1.0)
     constant = max(needed[0] - per_token * PROBES[0], 0.0)
