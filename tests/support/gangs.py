@@ -3,28 +3,27 @@
     found = run_gang(2, train, "llama", exact=True)     # [what rank 0 returned, what rank 1 returned]
 
 The function gets the gang, or None where there is one rank and no gang, and the other arguments. It must be a function
-of this module or of a test module, and is called in processes of its own, with one thread each.
+of a test module, and is called in processes of its own, with one thread each.
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import faulthandler
+import importlib.util
+import inspect
 import os
+import pickle
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
-import traceback
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from offbeat.trainer.ranks import Gang, RankPlace, join_gang, meet
-
 WITHIN_S = 120.0
-_context = multiprocessing.get_context("fork")  # importing torch anew would take seconds
 
 
 def free_port() -> int:
@@ -33,8 +32,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def place_of(rank: int, size: int, port: int) -> RankPlace:
-    return RankPlace(rank, size, rank, size, "127.0.0.1", port)
+def environment_of(rank: int, size: int, port: int) -> dict[str, str]:
+    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", **{name: str(n) for name, n in place.items()}}
 
 
 def run_gang(size: int, work: Callable[..., Any], *args: Any, alone: bool = False, **options: Any) -> list[Any]:
@@ -47,56 +47,61 @@ def run_gang(size: int, work: Callable[..., Any], *args: Any, alone: bool = Fals
 class Started:
     """A gang under way; its processes can be killed or stopped."""
 
-    def __init__(self, size, work, *args, alone=False, folder: Path, come_within_s=60.0, lost_after_s=20.0, **options):
+    def __init__(self, size, work, *args, alone=False, folder: Path, lost_after_s=20.0, device="cpu", **options):
         self.folder, port = folder, free_port()
-        self.ranks = []
+        self.ranks: list[subprocess.Popen[bytes]] = []
+        task = (inspect.getsourcefile(work), work.__name__, alone, lost_after_s, device, args, options)
+        (folder / "task").write_bytes(pickle.dumps(task))
         for rank in range(size):
-            place = None if alone else place_of(rank, size, port)
-            given = (folder, rank, place, come_within_s, lost_after_s, work, args, options)
-            self.ranks.append(_context.Process(target=_in_child, args=given))
-            self.ranks[-1].start()
+            with (folder / f"rank{rank}.log").open("wb") as log:
+                environment = {**os.environ, **environment_of(rank, size, port)}
+                command = [sys.executable, __file__, str(folder), str(rank)]
+                self.ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
 
     def results(self) -> list[Any]:
         statuses = self.ended()
-        logs = [(self.folder / f"rank{i}.log").read_text() for i in range(len(self.ranks))]
-        assert statuses == [0] * len(statuses), "\n".join(logs)
-        return [torch.load(self.folder / f"rank{i}.pt", weights_only=False) for i in range(len(self.ranks))]
+        assert statuses == [0] * len(statuses), "\n".join(self.log(rank) for rank in range(len(self.ranks)))
+        return [pickle.loads((self.folder / f"rank{rank}.result").read_bytes()) for rank in range(len(self.ranks))]
 
     def ended(self, within_s: float = WITHIN_S) -> list[int | None]:
-        try:
-            for process in self.ranks:
-                process.join(within_s)
-            return [process.exitcode for process in self.ranks]
-        finally:
-            for process in self.ranks:
-                if process.is_alive():
-                    os.kill(process.pid, signal.SIGKILL)
-                    process.join()
+        """The exit status of each rank; None for one that still ran after so long, and is killed."""
+        until_s, statuses = time.monotonic() + within_s, []
+        for process in self.ranks:
+            try:
+                statuses.append(process.wait(max(until_s - time.monotonic(), 0.1)))
+            except subprocess.TimeoutExpired:
+                statuses.append(None)
+        for process in self.ranks:
+            if process.poll() is None:
+                os.kill(process.pid, signal.SIGKILL)
+                process.wait()
+        return statuses
 
     def log(self, rank: int) -> str:
         return (self.folder / f"rank{rank}.log").read_text()
 
 
-def _in_child(folder, rank, place, come_within_s, lost_after_s, work, args, options) -> None:
-    log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    sys.stdout = sys.stderr = os.fdopen(log, "w", buffering=1)  # in place of those that pytest reads
-    status = 1
-    try:
-        torch.set_num_threads(1)
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        gang: Gang | None = None
-        if place is not None:
-            store = meet(place, come_within_s)
-            gang = join_gang(place, store, torch.device("cpu"), timeout_s=60.0, lost_after_s=lost_after_s)
-        torch.save(work(gang, *args, **options), folder / f"rank{rank}.pt")
-        if gang is not None:
-            gang.end()
-        status = 0
-    except Exception:  # noqa: BLE001 - a test function may raise anything
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+def main(folder: Path, rank: int) -> None:
+    import torch
+
+    from offbeat.trainer.ranks import RankPlace, join_gang, meet
+
+    faulthandler.dump_traceback_later(0.75 * WITHIN_S)  # for a rank that hangs
+    source, name, alone, lost_after_s, device, args, options = pickle.loads((folder / "task").read_bytes())
+    sys.path[:0] = [str(Path(__file__).parent), str(Path(source).parent)]
+    spec = importlib.util.spec_from_file_location(Path(source).stem, source)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    torch.set_num_threads(1)
+    gang, size = None, int(os.environ["WORLD_SIZE"])
+    if not alone:
+        place = RankPlace.of(os.environ) or RankPlace(0, 1, 0, 1, "127.0.0.1", int(os.environ["MASTER_PORT"]))
+        assert (place.rank, place.size) == (rank, size)
+        gang = join_gang(place, meet(place, WITHIN_S), torch.device(device), timeout_s=60.0, lost_after_s=lost_after_s)
+    (folder / f"rank{rank}.result").write_bytes(pickle.dumps(getattr(module, name)(gang, *args, **options)))
+    if gang is not None:
+        gang.end()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

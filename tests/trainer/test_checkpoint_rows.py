@@ -52,6 +52,7 @@ def learn(gang, folder: Path, first: int, last: int) -> str:
     return str({name: tensor.tolist() for name, tensor in made.published.items()}) + str(torch.rand(2).tolist())
 
 
+@pytest.mark.full
 def test_resuming_on_other_numbers_of_ranks_ends_in_the_same_bits(tmp_path):
     wanted = run_gang(1, learn, tmp_path / "whole", 0, 4, alone=True)[0]
     for step, size in enumerate((2, 1, 3, 2)):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from gangs import Started, free_port, place_of, run_gang
+from gangs import Started, environment_of, free_port, run_gang
 
 from offbeat.errors import UserError
 from offbeat.trainer.ranks import LOST, RankLost, RankPlace, meet
@@ -50,6 +50,7 @@ def wait_for_orders(gang, ready):
     return gang.next_order()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_rank_that_dies_or_hangs_while_others_wait_is_named(tmp_path, number, lost):
@@ -61,9 +62,9 @@ def test_a_rank_that_dies_or_hangs_while_others_wait_is_named(tmp_path, number, 
     os.kill(pid, number)
     others = [rank for rank in range(3) if rank != lost]
     for rank in others:
-        gang.ranks[rank].join(20)
+        gang.ranks[rank].wait(20)
     waited_s = time.monotonic() - began_s
-    statuses = [gang.ranks[rank].exitcode for rank in others]
+    statuses = [gang.ranks[rank].returncode for rank in others]
     gang.ended(1.0)
     assert statuses == [LOST, LOST], [gang.log(rank) for rank in others]
     assert waited_s < 10
@@ -77,13 +78,13 @@ def test_a_rank_that_dies_or_hangs_while_others_wait_is_named(tmp_path, number, 
 def test_ranks_that_never_come_are_named_within_the_deadline():
     began_s = time.monotonic()
     with pytest.raises(RankLost, match=r"ranks 1, 2 of 3 did not come to 127\.0\.0\.1:\d+ within 1 s"):
-        meet(place_of(0, 3, free_port()), 1.0)
+        meet(RankPlace.of(environment_of(0, 3, free_port())), 1.0)
     assert time.monotonic() - began_s < 5
 
 
 def test_a_rank_whose_rank_0_never_comes_says_so():
     with pytest.raises(RankLost, match=r"rank 1: rank 0 did not come to 127\.0\.0\.1:\d+ within 1 s"):
-        meet(place_of(1, 2, free_port()), 1.0)
+        meet(RankPlace.of(environment_of(1, 2, free_port())), 1.0)
 
 
 def test_a_place_is_read_from_torchruns_environment():

@@ -101,6 +101,7 @@ def test_any_number_of_ranks_ends_in_the_bits_of_one(case, dtype):
             assert str(rows) == str(wanted_rows), f"{size} ranks"
 
 
+@pytest.mark.full
 def test_without_exact_two_ranks_learn_nearly_the_same_and_always_the_same():
     wanted, wanted_rows = run_gang(1, train, exact=False, steps=1, alone=True)[0]
     first, rows = run_gang(2, train, exact=False, steps=1)[0]
@@ -110,6 +111,7 @@ def test_without_exact_two_ranks_learn_nearly_the_same_and_always_the_same():
     assert all(torch.equal(again[name], first[name]) for name in first)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["qwen2", "gpt_neox"])
 def test_other_models_end_in_the_same_bits_too(kind):
     wanted, _ = run_gang(1, train, kind=kind, alone=True)[0]
@@ -117,6 +119,7 @@ def test_other_models_end_in_the_same_bits_too(kind):
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.full
 def test_one_sample_on_four_ranks_is_trained_as_on_one():
     one = {"groups": [(3, [5])], "gae": True, "steps": 1}
     wanted, wanted_rows = run_gang(1, train, **one, alone=True)[0]
@@ -167,6 +170,7 @@ def find_nan(gang):
     return None
 
 
+@pytest.mark.full
 def test_what_is_not_finite_on_one_rank_is_told_alike_by_all():
     assert run_gang(3, find_nan) == [("the engine's log-prob is not finite", 4, 2, 0)] * 3
 

@@ -146,9 +146,11 @@ def _gather_gang(place: RankPlace, config: Config, folder: Path) -> Gang:
 
 
 def _join_gang(place: RankPlace, store: Store, config: Config) -> Gang:
+    from offbeat.launch import model_parts
     from offbeat.model.devices import rank_device
     from offbeat.trainer.ranks import join_gang
 
+    model_parts.prepare_torch(config)  # before a GPU is first used
     settings = config.trainer
     device = rank_device(config.model.device, place.local_rank)
     return join_gang(place, store, device, timeout_s=settings.timeout_s, lost_after_s=settings.lost_after_s)

@@ -272,6 +272,7 @@ def join_gang(
     via_host = device.type == "cuda" and place.local_size > num_here  # NCCL refuses two ranks on one GPU
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        torch.cuda.init()  # otherwise a DeviceMesh would choose a GPU by LOCAL_RANK
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" and not via_host else "gloo",
         store=store,
