@@ -32,7 +32,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.common.load import Load
-from benchmarks.ranks.one_rank import WITHIN_S, Task
+from benchmarks.ranks.one_rank import WITHIN_S, Task, make_model
 from benchmarks.report import Bar, Unmeasured, at_least, at_most
 from offbeat.trainer.rounds import balance, cost
 
@@ -120,7 +120,8 @@ def resize(folder: Path, *, quick: bool) -> tuple[dict[str, Bar], list[list[str]
 
 
 def memory(folder: Path, *, quick: bool) -> tuple[dict[str, Bar], list[list[str]]]:
-    task = replace(MEMORY, folder=str(folder / "memory"))
+    make_model(MEMORY).save_pretrained(folder / "model")
+    task = replace(MEMORY, folder=str(folder / "memory"), path=str(folder / "model"))
     ranks = run(task, 2, folder)
     largest = 4 * task.vocabulary * task.width
     rows, bars = [], {}

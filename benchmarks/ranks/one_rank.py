@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from offbeat.model.devices import be_deterministic
+from offbeat.model.loading import load_model, load_without_weights
 from offbeat.model.lora import AdapterDisabled, Lora, attach
 from offbeat.trainer.advantages import GaeSettings
 from offbeat.trainer.checkpoint import Checkpoints
@@ -56,6 +57,8 @@ class Task:
     longest: int = 192
     folder: str | None = None
     """Folder of checkpoints: step `first` is loaded from it, step `last` saved; None: neither."""
+    path: str | None = None
+    """Folder of the model; None: a random model of the size above."""
     in_gang: bool = False
     """Whether a single rank uses FSDP2, too."""
 
@@ -66,6 +69,8 @@ def main(task: Task) -> dict[str, Any]:
     if task.exact:
         be_deterministic(device)
     gang = _gang(device, task)
+    if gang is not None:
+        import offbeat.trainer.sharded  # noqa: F401 - which takes memory of its own
     before = _peak_bytes()
     policy = _policy(task, device, gang)
     loaded = _peak_bytes()
@@ -132,16 +137,31 @@ def _gang(device: torch.device, task: Task) -> Gang | None:
 
 
 def _policy(task: Task, device: torch.device, gang: Gang | None) -> Policy:
-    model = _model(task)
+    if task.path is not None:
+        return _policy_from_file(task, device, gang)
+    model = make_model(task)
     options: dict[str, Any] = {"has_value_head": task.value_head, "exact": task.exact}
     if gang is None:
-        return Policy(model.to(device), AdamSettings(), **options)
+        model.to(device)  # type: ignore[arg-type]
+        return Policy(model, AdamSettings(), **options)
     from offbeat.trainer.sharded import ShardedPolicy
 
     return ShardedPolicy(model, AdamSettings(), **options, gang=gang)
 
 
-def _model(task: Task) -> PreTrainedModel:
+def _policy_from_file(task: Task, device: torch.device, gang: Gang | None) -> Policy:
+    assert task.path is not None
+    dtype = getattr(torch, task.dtype)
+    if gang is None:
+        return Policy(load_model(task.path, dtype, device), AdamSettings(), exact=task.exact)
+    from offbeat.trainer.sharded import ShardedPolicy
+
+    model = load_without_weights(task.path, dtype)
+    assert model is not None
+    return ShardedPolicy(model, AdamSettings(), exact=task.exact, gang=gang, path=task.path)
+
+
+def make_model(task: Task) -> PreTrainedModel:
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=task.vocabulary,

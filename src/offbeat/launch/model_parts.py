@@ -37,7 +37,7 @@ from offbeat.model.devices import (
     pick_device,
     pick_dtype,
 )
-from offbeat.model.loading import load_model
+from offbeat.model.loading import load_model, load_without_weights
 from offbeat.model.lora import AdapterDisabled, Lora, base_tensors, describe, load_adapted
 from offbeat.spelling import a_kind
 from offbeat.trainer import attention
@@ -120,6 +120,14 @@ def load(config: Config, device: torch.device | None = None) -> PreTrainedModel:
     return _load(config, _lora(config), device)
 
 
+def load_for_gang(config: Config) -> PreTrainedModel:
+    """Loads the configured model for several ranks: without its weights, of which each rank then reads its rows, or
+    whole and on the CPU, with adapters or if transformers converts the weights of this model."""
+    dtype = pick_dtype(config.model.dtype, pick_device(config.model.device))
+    empty = None if config.model.lora_rank else load_without_weights(config.model.path, dtype)
+    return empty or load(config, torch.device("cpu"))
+
+
 def _load(config: Config, lora: Lora | None, device: torch.device | None = None) -> PreTrainedModel:
     """Loads the configured model, with LoRA adapters unless `lora` is None."""
     dtype = pick_dtype(config.model.dtype, pick_device(config.model.device))
@@ -171,9 +179,9 @@ def make_policy(
     else:
         from offbeat.trainer.sharded import ShardedPolicy, shard  # not for a trainer of one rank
 
-        policy = ShardedPolicy(model, _adam_settings(config), **options, gang=gang)
+        policy = ShardedPolicy(model, _adam_settings(config), **options, gang=gang, path=config.model.path)
         if reference is not None:
-            shard(reference, gang, trains=False)
+            shard(reference, gang, trains=False, path=config.model.path)
     if reference is not None:
         attention.use_packed_attention(reference)
         policy.drop_gathered(reference)

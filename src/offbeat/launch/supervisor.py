@@ -249,9 +249,6 @@ class Supervisor:
         while True:
             await self._start_gang()
             child, status = await self._gang_ended()
-            if status == RANK_LOST:  # it ended because another rank hangs, which counts like a kill
-                _tell(_last_line(child).removeprefix("offbeat: "))
-                status = -signal.SIGKILL
             child.keeps_going = self.trainer.keeps_going
             if not await self._may_restart(child, status, self.trainer.restarts):
                 return
@@ -297,7 +294,10 @@ class Supervisor:
                 one.cancel()
         died = [(child, status) for child, status in ended if status]
         own = [(child, status) for child, status in died if status != RANK_LOST]
-        return next(iter([*own, *died]), (self.trainer, 0))
+        if died and not own:  # they ended because another rank hangs, or cannot be reached
+            _tell(_last_line(died[0][0]).removeprefix("offbeat: "))
+            own = [(waiting[one], -signal.SIGKILL) for one in pending] or [(died[0][0], -signal.SIGKILL)]
+        return next(iter(own), (self.trainer, 0))
 
     async def _ended(self, child: Child) -> int:
         assert child.process is not None

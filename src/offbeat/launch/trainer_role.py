@@ -158,13 +158,11 @@ def _join_gang(place: RankPlace, store: Store, config: Config) -> Gang:
 
 def _make_parts(config: Config, folder: Path, event: Callable[..., None], gang: Gang | None) -> _Parts:
     """Makes this rank's parts of a trainer, whose checkpoints are in `folder`."""
-    import torch
-
     from offbeat.launch import model_parts
     from offbeat.trainer.checkpoint import Checkpoints
 
     model_parts.prepare_torch(config)
-    model = model_parts.load(config, None if gang is None else torch.device("cpu"))
+    model = model_parts.load(config) if gang is None else model_parts.load_for_gang(config)
     if gang is not None:
         adapter = model_parts.make_adapter(config, model, is_divided=True)
     policy, reference = model_parts.make_policy(config, model, gang)

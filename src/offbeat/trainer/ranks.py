@@ -255,7 +255,8 @@ class Gang(Ranks):
 
     def _lose(self, rank: int, error: RuntimeError) -> NoReturn:
         is_late = "imed out" in str(error) or "imeout" in str(error)
-        how = f"has not answered for {self.lost_after_s:g} s" if is_late else "has ended"
+        limit_s = self.lost_after_s * (1.0 if self.rank == 0 else FOLLOWER_PATIENCE)
+        how = f"has not answered for {limit_s:g} s" if is_late else "has ended"
         self._die(f"rank {rank} ({self.hosts[rank]}) {how} during {self.doing}")
 
     def _die(self, why: str) -> NoReturn:

@@ -12,7 +12,7 @@ ranks (`offbeat.trainer.ordered`). The value head is small: every rank has all o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from offbeat.errors import UserError
+from offbeat.model.loading import state_tensors, stored_weights, tied_names
 from offbeat.model.lora import AdapterDisabled, published_tensors
 from offbeat.model.usage import kind_of
 from offbeat.trainer.compiling import layers_of
@@ -52,9 +53,10 @@ def rows_of(total: int, rank: int, num_ranks: int) -> RowRange:
     return RowRange(start, min(each, total - start), total)
 
 
-def shard(model: PreTrainedModel, gang: Gang, *, trains: bool) -> None:
+def shard(model: PreTrainedModel, gang: Gang, *, trains: bool, path: str | None = None) -> None:
     """Divides a model among ranks, and moves this rank's part to its device. With `trains`, trained weights become
-    float32 masters, which a pass rounds to the model's dtype."""
+    float32 masters, which a pass rounds to the model's dtype. A model without weights (`load_without_weights`) gets
+    this rank's rows from the model at `path`."""
     dtype, kind = model.dtype, type(model)
     scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
     if scalars:
@@ -77,12 +79,33 @@ def shard(model: PreTrainedModel, gang: Gang, *, trains: bool) -> None:
         kind.__name__,
         kind.__qualname__,
     )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        assert path is not None, "this is a bug: a model without weights needs a path to read them from"
+        model._apply(lambda t: torch.empty_like(t, device=gang.device) if t.is_meta else t.to(gang.device))
+        _read_rows(model, gang, path, dtype)
     for module in _units(model):
         module.set_gradient_divide_factor(1.0)  # neither setting reaches the units below
         module.set_force_sum_reduction_for_comms(True)
         if gang.via_host:
             module.set_custom_all_gather(HostAllGather())
             module.set_custom_reduce_scatter(HostReduceScatter())
+
+
+@torch.no_grad()
+def _read_rows(model: PreTrainedModel, gang: Gang, path: str, dtype: torch.dtype) -> None:
+    """Reads this rank's rows of all weights, rounded to `dtype`."""
+    files = stored_weights(path)
+    own = state_tensors(model)
+    with ExitStack() as opened:
+        stores = {file: opened.enter_context(safe_open(file, framework="pt")) for file in sorted(set(files.values()))}
+        for names in tied_names(model):
+            stored_as = next(name for name in names if name in files)
+            tensor, stored = own[names[0]], stores[files[stored_as]]
+            if isinstance(tensor, DTensor):
+                rows = rows_of(tensor.shape[0], gang.rank, gang.size)
+                tensor.to_local().copy_(stored.get_slice(stored_as)[rows.start : rows.start + rows.num].to(dtype))
+            else:
+                tensor.copy_(stored.get_tensor(stored_as))
 
 
 class ShardedPolicy(Policy):
@@ -100,13 +123,15 @@ class ShardedPolicy(Policy):
         exact: bool = False,
         *,
         gang: Gang,
+        path: str | None = None,
     ):
-        """Takes over `model`, which must be whole and may be on the CPU. The other parameters are those of `Policy`."""
+        """Takes over `model`, which is whole and on the CPU, or without weights, which are then read from `path`. The
+        other parameters are those of `Policy`."""
         self.gang = gang
         self._dtypes = {name: (tensor.dtype, tensor.shape) for name, tensor in published_tensors(model).items()}
         self._round = Round()
         self._head_sums: list[Tensor] = []
-        shard(model, gang, trains=True)
+        shard(model, gang, trains=True, path=path)
         self._comms: list[OrderedReduceScatter] = []
         if exact and gang.size > 1:
             for unit in _units(model):
