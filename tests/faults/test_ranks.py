@@ -1,4 +1,4 @@
-"""Runs whose trainer has several ranks: killed, stopped and ended at many points, they end in the weights of one rank."""
+"""Runs whose trainer has several ranks: however often a rank dies or hangs, they end in the weights of one rank."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from offbeat.client.connection import Connection
 from offbeat.client.http_client import RemoteTrainer
 from offbeat.config import Config, from_dict, load, resolved
+from offbeat.launch import wiring
 from offbeat.launch.gpu_memory import LOCK, num_servers, taking_turns
 from offbeat.launch.joining import Invitation, joined, report_run_over
 from offbeat.launch.stopping import Stopping, interruptible
@@ -70,11 +71,10 @@ async def train(
             from offbeat.launch import model_parts
             from offbeat.trainer.trainer import StepReport, Trainer
 
-            gang = None if place is None else _gather_gang(place, config, folder)
+            home = run or folder
+            gang = None if place is None else _gather_gang(place, config, folder, home, is_away=run is None)
             parts = _make_parts(config, folder, event, gang)
-        weights = model_parts.make_publisher(
-            config, (run or folder) / "weights", folder / KEY, parts.adapter, is_away=run is None
-        )
+        weights = model_parts.make_publisher(config, home / "weights", folder / KEY, parts.adapter, is_away=run is None)
         own = None if config.weights.store else weights.store  # a shared store needs no uploads
         signer = "" if weights.key is None else weights.key.public
         client = _Client(member.connection, events, shares_disk=run is not None, store=own, signer=signer)
@@ -91,7 +91,7 @@ async def train(
         if gang is not None:
             from offbeat.trainer.gang import GangLeader
 
-            leader = GangLeader(gang, *parts.training)
+            leader = GangLeader(gang, *parts.training, weights=home / "weights")
             stack.callback(leader.end)
         trainer = Trainer(
             client,
@@ -131,15 +131,19 @@ def follow_rank_0(place: RankPlace, overrides: Sequence[str]) -> None:
     gang = _join_gang(place, store, config)
     folder = Path(run["folder"])
     gang.check_folder(folder)
-    follow(Rank(gang, *_make_parts(config, folder, lambda kind, **fields: None, gang).training))
+    parts = _make_parts(config, folder, lambda kind, **fields: None, gang)
+    has_pieces = wiring.publishes_pieces(config, is_away=run["is_away"])
+    pieces = wiring.open_pieces(config, Path(run["home"]) / "weights") if has_pieces else None
+    follow(Rank(gang, *parts.training, store=pieces))
 
 
-def _gather_gang(place: RankPlace, config: Config, folder: Path) -> Gang:
+def _gather_gang(place: RankPlace, config: Config, folder: Path, home: Path, *, is_away: bool) -> Gang:
     """Waits for the other ranks, tells them the configuration, and returns the gang."""
     from offbeat.trainer.ranks import meet, tell
 
     store = meet(place, config.trainer.start_within_s)
-    tell(store, json.dumps({"config": resolved(config), "folder": str(folder)}).encode())
+    told = {"config": resolved(config), "folder": str(folder), "home": str(home), "is_away": is_away}
+    tell(store, json.dumps(told).encode())
     gang = _join_gang(place, store, config)
     gang.check_folder(folder)
     return gang

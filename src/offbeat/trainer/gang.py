@@ -11,6 +11,8 @@ it the gang, which then starts again from the last checkpoint.
 from __future__ import annotations
 
 import logging
+import secrets
+import shutil
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -36,6 +38,8 @@ from offbeat.trainer.sharded import ShardedPolicy
 from offbeat.trainer.step import StepMetrics
 from offbeat.trainer.training import OneRank, Save
 from offbeat.trajectory import array_from_wire, array_to_wire
+from offbeat.weights.divided import DividedTensors, serve_parts
+from offbeat.weights.piece_store import PieceStore
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +53,13 @@ class Rank(OneRank):
 
     policy: ShardedPolicy
 
-    def __init__(self, gang: Gang, *parts: Any):
+    def __init__(self, gang: Gang, *parts: Any, store: PieceStore | None = None):
+        """`store` is that of the versions' pieces; None: there is none. `parts` are the parameters of `OneRank`."""
         super().__init__(*parts)
         self.gang = gang
+        self.store = store
         self._writing: threading.Thread | None = None
+        self._is_serving = threading.Event()
 
     def save_rows(self, draft: Path) -> bool:
         """Takes this rank's state, and begins to write it; returns whether training may go on meanwhile."""
@@ -68,6 +75,14 @@ class Rank(OneRank):
         else:
             write()
         return can_go_on
+
+    def serve_weights(self, inbox: Path) -> None:
+        """Takes this rank's parts of the next version, and publishes them when rank 0 asks for it in `inbox`."""
+        _, own = self.policy.own_parts()
+        self._is_serving.set()  # whoever serves an earlier version ends
+        self._is_serving = over = threading.Event()
+        given = (own, inbox, self.gang.rank, self.store, over.is_set)
+        threading.Thread(target=serve_parts, args=given, name="parts-of-weights", daemon=True).start()
 
     def load_rows(self, step: int) -> CheckpointManifest:
         """Goes back to a checkpoint, of which each rank reads its rows, and a share of the files to verify them."""
@@ -89,8 +104,10 @@ class Rank(OneRank):
 class GangLeader(Rank):
     """Rank 0 of a gang: gives orders, and takes part in them."""
 
-    def __init__(self, gang: Gang, *parts: Any):
+    def __init__(self, gang: Gang, *parts: Any, weights: Path):
+        """`weights` is the folder of versions, which all ranks share."""
         super().__init__(gang, *parts)
+        self._weights_folder = weights
         self._one_at_a_time = threading.Lock()
         self._is_out_of_step = False
         """Whether an error has ended this rank's part in an order that the others still carry out."""
@@ -101,10 +118,15 @@ class GangLeader(Rank):
         return self._carry_out(TRAIN, body, lambda: super(GangLeader, self).train(batch, lr, weights_of))
 
     def weights(self) -> Mapping[str, Tensor]:
-        return self._carry_out(WEIGHTS, b"", super().weights)
+        inbox = self._weights_folder / f".ranks-{secrets.token_hex(4)}"
+        for left in self._weights_folder.glob(".ranks-*"):  # of a gang that died
+            shutil.rmtree(left, ignore_errors=True)
+        inbox.mkdir(parents=True)
+        shapes, own = self._carry_out(WEIGHTS, str(inbox).encode(), self.policy.own_parts)
+        return DividedTensors(shapes, own, inbox, self.gang.size, self.gang.timeout_s)
 
     def copied(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
-        return weights  # gathered into memory of their own
+        return weights  # parts that have memory of their own
 
     def begin_save(self, step: int, version: int) -> tuple[Save, bool]:
         draft = self.checkpoints.begin_rows(step)
@@ -137,7 +159,7 @@ class GangLeader(Rank):
 
 def follow(rank: Rank) -> None:
     """Carries out rank 0's orders until it ends the gang."""
-    gang, policy = rank.gang, rank.policy
+    gang = rank.gang
     while True:
         kind, body = guarded(gang, gang.next_order)
         crash_here("order-received")
@@ -147,7 +169,7 @@ def follow(rank: Rank) -> None:
                 files = {number: Path(file) for number, file in order.files.items()}
                 _unless_agreed(partial(guarded, gang, partial(rank.train, order.batch, order.lr, files.get)))
             case "weights":
-                guarded(gang, lambda: policy.published)
+                guarded(gang, partial(rank.serve_weights, Path(body.decode())))
             case "save":
                 guarded(gang, partial(rank.save_rows, Path(body.decode())))
             case "load":

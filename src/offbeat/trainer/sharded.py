@@ -11,7 +11,7 @@ ranks (`offbeat.trainer.ordered`). The value head is small: every rank has all o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,6 +37,10 @@ from offbeat.trainer.output_head import OutputHead
 from offbeat.trainer.packing import Microbatch
 from offbeat.trainer.policy import AdamSettings, Forward, LossFunction, Policy
 from offbeat.trainer.ranks import Gang, Ranks
+from offbeat.weights.divided import Key, like, owner_of, parts_of
+
+BUCKET_BYTES = 512 * 2**20
+"""Bytes of tensors, over all ranks, that are exchanged at a time when a version is published."""
 
 
 class RowRange(NamedTuple):
@@ -165,6 +170,27 @@ class ShardedPolicy(Policy):
         """The tensors that make up a version, gathered in host memory on rank 0; every rank must read this. Empty on
         the other ranks."""
         return dict(self._gathered(published_tensors(self.model)))
+
+    @torch.no_grad()
+    def own_parts(self) -> tuple[dict[str, Tensor], dict[Key, Tensor]]:
+        """Returns the tensors that make up a version, without memory, and those of their parts that belong to this rank
+        (`offbeat.weights.divided`), as raw bytes in host memory; every rank must call this. Rows are exchanged a
+        bucket at a time."""
+        shapes, own = {}, dict[Key, Tensor]()
+        exchange = _Exchange(self.gang, own)
+        for name, tensor in published_tensors(self.model).items():
+            dtype, shape = self._dtypes[name]
+            shapes[name] = like(shape, dtype)
+            held = _local(tensor).to(dtype).contiguous().reshape(-1).view(torch.uint8)
+            row_bytes = shapes[name].nbytes // max(shape[0], 1) if len(shape) else shapes[name].nbytes
+            if isinstance(tensor, DTensor):
+                ranges = [rows_of(shape[0], rank, self.gang.size) for rank in range(self.gang.size)]
+                bounds = [(each.start * row_bytes, (each.start + each.num) * row_bytes) for each in ranges]
+            else:  # all ranks have it; rank 0 gives it
+                bounds = [(0, shapes[name].nbytes), *[(0, 0)] * (self.gang.size - 1)]
+            exchange.add(name, held, bounds, shapes[name].nbytes)
+        exchange.run()
+        return shapes, own
 
     @torch.no_grad()
     def _gathered(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -323,6 +349,56 @@ class ShardedPolicy(Policy):
             return stored.get_tensor(name)
         rows = rows_of(tensor.shape[0], self.gang.rank, self.gang.size)
         return stored.get_slice(name)[rows.start : rows.start + rows.num]
+
+
+class _Exchange:
+    """Brings the parts of tensors to the ranks to which they belong, out of the rows that all ranks hold."""
+
+    def __init__(self, gang: Gang, own: dict[Key, Tensor]):
+        self.gang, self.own = gang, own
+        self._sent: list[list[Tensor]] = [[] for _ in range(gang.size)]
+        self._expected: list[list[tuple[Tensor, int, int]]] = [[] for _ in range(gang.size)]
+        """From each rank: where its next bytes go, as a part, and the range within the part."""
+        self._num_bytes = 0
+
+    def add(self, name: str, held: Tensor, bounds: Sequence[tuple[int, int]], num_bytes: int) -> None:
+        """Adds a tensor of `num_bytes`, of which each rank holds the range of bytes in `bounds`, and this rank
+        `held`."""
+        first, last = bounds[self.gang.rank]
+        for position, start, stop in parts_of(num_bytes):
+            owner = owner_of((name, position), self.gang.size)
+            low, high = max(first, start), min(last, stop)
+            if low < high:
+                self._sent[owner].append(held[low - first : high - first])
+            if owner == self.gang.rank:
+                part = self.own[name, position] = torch.empty(stop - start, dtype=torch.uint8)
+                for rank, (begin, end) in enumerate(bounds):
+                    if max(begin, start) < min(end, stop):
+                        place = max(begin, start) - start, min(end, stop) - start
+                        self._expected[rank].append((part, *place))
+            self._num_bytes += stop - start
+        if self._num_bytes >= BUCKET_BYTES:
+            self.run()
+
+    def run(self) -> None:
+        """Exchanges what was added, with all ranks."""
+        device = torch.device("cpu") if self.gang.via_host else self.gang.device
+        sent = [
+            torch.cat(parts).to(device) if parts else torch.empty(0, dtype=torch.uint8, device=device)
+            for parts in self._sent
+        ]
+        sizes = [sum(stop - start for _, start, stop in expected) for expected in self._expected]
+        received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        outgoing = [len(one) for one in sent]
+        dist.all_to_all_single(received, torch.cat(sent), sizes, outgoing, group=self.gang.data)
+        at, found = 0, received.cpu()
+        for expected in self._expected:
+            for part, start, stop in expected:
+                part[start:stop] = found[at : at + stop - start]
+                at += stop - start
+        self._sent = [[] for _ in range(self.gang.size)]
+        self._expected = [[] for _ in range(self.gang.size)]
+        self._num_bytes = 0
 
 
 def _units(model: nn.Module) -> list[FSDPModule]:
