@@ -5,6 +5,7 @@
 - ranks-close: without run.exact, one step of 2 ranks against one of 1 rank, and 2 ranks repeated;
 - ranks-resize: 2, 1, 3 and 2 ranks take turns, from checkpoint to checkpoint;
 - ranks-memory: peak memory of a rank of two that loads, trains, saves and publishes a model of some 400 MB;
+- ranks-publish: two versions from 1, 2 and 3 ranks: equal digests, sizes of the deltas;
 - ranks-balance: share of the ranks' time that is spent on micro-batches: 8 ranks, long-tailed answers of a 7B model;
 - ranks-speed: trained tokens per second of two ranks of one thread over those of one rank of one thread, interleaved;
 - fsdp-of-one, two-on-one (need a GPU): FSDP2 on one rank, and two ranks on one card, against the plain policy.
@@ -197,11 +198,28 @@ def on_one(folder: Path, *, quick: bool) -> tuple[dict[str, Bar | Unmeasured], l
     return {"two-on-one": at_least(1.0, equal, quick=False)}, [["two ranks on one card", told]]
 
 
+def publish(folder: Path, *, quick: bool) -> tuple[dict[str, Bar], list[list[str]]]:
+    sizes, told = (1, 2) if quick else (1, 2, 3), []
+    task = replace(MEMORY, exact=True, dtype="bfloat16", layers=2 if quick else MEMORY.layers)
+    for size in sizes:
+        told.append(run(replace(task, publishes=str(folder / f"versions{size}")), size, folder)[0]["versions"])
+    equal = [float([v["digest"] for v in own] == [v["digest"] for v in told[0]]) for own in told[1:]]
+    apart = [abs(own[1]["coded_bytes"] / told[0][1]["coded_bytes"] - 1) for own in told[1:]]
+    rates = [own[1]["num_bytes"] / own[1]["whole_s"] / 1e9 for own in told]
+    bars = {
+        "ranks-publish, digest": at_least(1.0, equal, quick=False),
+        "ranks-publish, size of a delta": at_most(0.02, apart, quick=False),
+    }
+    speeds = ", ".join(f"{rate:.2f} GB/s on {size}" for rate, size in zip(rates, sizes, strict=True))
+    return bars, [["publish", f"{int(sum(equal))} of {len(equal)} sizes equal one rank; {speeds}"]]
+
+
 PARTS: dict[str, Callable[..., tuple[dict[str, Any], list[list[str]]]]] = {
     "ranks-exact": exact,
     "ranks-close": close,
     "ranks-resize": resize,
     "ranks-memory": memory,
+    "ranks-publish": publish,
     "ranks-balance": balanced,
     "ranks-speed": speed,
     "fsdp-of-one": of_one,

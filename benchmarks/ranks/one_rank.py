@@ -29,6 +29,10 @@ from offbeat.trainer.policy import AdamSettings, Policy
 from offbeat.trainer.ranks import Gang, RankPlace, join_gang, meet
 from offbeat.trainer.step import StepSettings, train_step
 from offbeat.trainer.training import OneRank
+from offbeat.weights.divided import DividedTensors
+from offbeat.weights.piece_store import FolderStore
+from offbeat.weights.publish import Publisher
+from offbeat.weights.signing import SigningKey
 from offbeat.weights.version import weights_digest
 
 WITHIN_S = 300.0
@@ -59,6 +63,8 @@ class Task:
     """Folder of checkpoints: step `first` is loaded from it, step `last` saved; None: neither."""
     path: str | None = None
     """Folder of the model; None: a random model of the size above."""
+    publishes: str | None = None
+    """Folder into which a version is published after the last step, and after one step more; None: none is."""
     in_gang: bool = False
     """Whether a single rank uses FSDP2, too."""
 
@@ -99,6 +105,7 @@ def main(task: Task) -> dict[str, Any]:
     if task.folder:
         _save(gang, parts, task.last)
     saved = _peak_bytes()
+    versions = _publish(task, gang, parts) if task.publishes else []
     published = dict(policy.published)
     told = {
         "digest": weights_digest(published) if published else "",
@@ -107,6 +114,7 @@ def main(task: Task) -> dict[str, Any]:
         "seconds": seconds,
         "tokens": tokens,
         "peak_bytes": {"start": before, "load": loaded, "train": trained, "save": saved, "publish": _peak_bytes()},
+        "versions": versions,
         "held_bytes": sum(master.nbytes for master in policy.masters),
     }
     if gang is not None:
@@ -206,6 +214,43 @@ def _save(gang: Gang | None, parts: tuple[Any, ...], step: int) -> None:
     if gang.rank == 0:
         rank.checkpoints.finish_rows(draft, step, step, gang.size, WITHIN_S)
     gang.gather(b"")
+
+
+def _publish(task: Task, gang: Gang | None, parts: tuple[Any, ...]) -> list[dict[str, Any]]:
+    """Publishes two versions, with a step between them; returns digest, coded bytes and seconds of each, on rank 0."""
+    assert task.publishes is not None
+    policy, reference, settings, _, _ = parts
+    folder, versions = Path(task.publishes), []
+    publisher = Publisher(folder, FolderStore(folder), SigningKey.load_or_create(folder.with_suffix(f".{os.getpid()}")))
+    for number in range(2):
+        if number:
+            train_step(policy, samples_of(task, task.last), settings, 1e-6, reference)
+        began_s = time.perf_counter()
+        tensors = policy.published if gang is None else _divided(gang, parts, folder)
+        taken_s = time.perf_counter() - began_s
+        if tensors is not None:
+            version = publisher.write(number, number, number - 1 if number else None, tensors)
+            figures = publisher.figures
+            assert figures is not None
+            coded = sum(figures.coded_bytes.values())
+            seconds = {"stands_still_s": taken_s, "whole_s": time.perf_counter() - began_s}
+            versions.append({"digest": version.digest, "coded_bytes": coded, "num_bytes": figures.num_bytes, **seconds})
+        if gang is not None:
+            gang.gather(b"")
+    return versions
+
+
+def _divided(gang: Gang, parts: tuple[Any, ...], folder: Path) -> DividedTensors | None:
+    from offbeat.trainer.gang import Rank
+
+    if gang.rank == 0:
+        inbox = folder / f".ranks-{time.monotonic_ns()}"
+        inbox.mkdir(parents=True)
+        gang.gather(str(inbox).encode())
+        shapes, own = parts[0].own_parts()
+        return DividedTensors(shapes, own, inbox, gang.size, WITHIN_S)
+    Rank(gang, *parts, store=FolderStore(folder)).serve_weights(Path(gang.gather(b"")[0].decode()))
+    return None
 
 
 def _peak_bytes() -> int:
