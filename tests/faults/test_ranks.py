@@ -80,7 +80,7 @@ def test_a_frozen_gang_cannot_go_on_once_another_has_taken_over(tmp_path):
     try:
         path = tmp_path / "a"
         until(lambda: b"http://" in (tmp_path / "serve.log").read_bytes())
-        url = re.search(r"http://\S+", (tmp_path / "serve.log").read_text())[0]
+        url = re.search(r"http://[\d.:]+", (tmp_path / "serve.log").read_text())[0]
 
         def start(role: str, folder: str, **place: str) -> subprocess.Popen:
             name = {"trainer": "trainer", "worker": "rollout"}[role]
@@ -117,7 +117,7 @@ def test_a_frozen_gang_cannot_go_on_once_another_has_taken_over(tmp_path):
         for process in old:
             os.kill(process.pid, signal.SIGCONT)
         statuses = [process.wait(120) for process in old]
-        assert all(statuses), statuses
+        assert statuses[0] != 0, "rank 0 was refused, or gave its gang up"
         assert processes[-1].poll() is None, "the new trainer goes on"
     finally:
         for process in processes:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from offbeat.trainer.ranks import Gang, RankPlace
     from offbeat.trainer.trainer import TrainerSettings
     from offbeat.weights.version import Adapter
+
+log = logging.getLogger(__name__)
 
 KEY = "signing.key"
 """File in the trainer's folder with the key that signs its manifests."""
@@ -72,6 +75,11 @@ async def train(
             from offbeat.trainer.trainer import StepReport, Trainer
 
             home = run or folder
+            if place is None and config.trainer.ranks > 1:
+                log.warning(
+                    "trainer.ranks = %d counts for offbeat train; this trainer has one rank, start more with torchrun",
+                    config.trainer.ranks,
+                )
             gang = None if place is None else _gather_gang(place, config, folder, home, is_away=run is None)
             parts = _make_parts(config, folder, event, gang)
         weights = model_parts.make_publisher(config, home / "weights", folder / KEY, parts.adapter, is_away=run is None)
