@@ -55,7 +55,7 @@ class GivenPolicy(Policy):
     def logprobs(self, microbatch: Microbatch, model: PreTrainedModel | None = None) -> Tensor:
         return self._of(microbatch, "logprobs" if model is None else "reference")
 
-    def forward_backward(self, microbatch: Microbatch, loss: LossFunction) -> Tensor:
+    def forward_backward(self, microbatch: Microbatch, loss: LossFunction, num_real: int = 1) -> Tensor:
         given = self._of(microbatch, "logprobs").requires_grad_()
         value = loss(Forward(given))
         value.backward()

@@ -107,7 +107,9 @@ def make(folder, num_steps, *, checkpoints=None, versions=None, fails=None, **ho
     how = {"checkpoint_every": 1 if checkpoints is not None else 0, **how}
     settings = replace(SETTINGS, num_steps=num_steps, step=StepSettings(policy_loss=telling), **how)
     trainer = make_trainer(folder, Ledger(diary, num_steps), settings=settings)
-    trainer.checkpoints = SlowCheckpoints(folder / "checkpoints", diary, checkpoints or {})
+    trainer.checkpoints = trainer.training.checkpoints = SlowCheckpoints(
+        folder / "checkpoints", diary, checkpoints or {}
+    )
     trainer.weights = SlowPublisher(folder / "weights", diary, versions or {})
     return trainer, diary
 
@@ -224,7 +226,7 @@ class FullDisk(SlowCheckpoints):
 
 def test_a_checkpoint_that_fails_behind_a_step_ends_the_run_before_another_begins(tmp_path, caplog):
     trainer, diary = make(tmp_path, 9, checkpoints={})
-    trainer.checkpoints = FullDisk(tmp_path / "checkpoints", diary, {2: "version 3"})
+    trainer.checkpoints = trainer.training.checkpoints = FullDisk(tmp_path / "checkpoints", diary, {2: "version 3"})
     trainer.settings = replace(trainer.settings, checkpoint_every=2)
     with pytest.raises(DiskError, match="cannot write the checkpoint of step 2: no space"):
         train(trainer)
@@ -235,7 +237,7 @@ def test_a_checkpoint_that_fails_behind_a_step_ends_the_run_before_another_begin
 
 def test_a_checkpoint_that_fails_ends_the_wait_for_a_batch(tmp_path):
     trainer, diary = make(tmp_path, 9, checkpoints={})
-    trainer.checkpoints = FullDisk(tmp_path / "checkpoints", diary, {1: "claimed 2"})
+    trainer.checkpoints = trainer.training.checkpoints = FullDisk(tmp_path / "checkpoints", diary, {1: "claimed 2"})
 
     class Slow(Ledger):
         async def claim(self, step, within_s):

@@ -74,7 +74,7 @@ def test_a_group_of_equal_rewards_is_measured_and_counted_but_sends_no_gradient(
     told = [s for s in samples if s.group == 0]
     backward = []
     original = Policy.forward_backward
-    monkeypatch.setattr(Policy, "forward_backward", lambda p, b, loss: backward.append(b) or original(p, b, loss))
+    monkeypatch.setattr(Policy, "forward_backward", lambda p, b, *rest: backward.append(b) or original(p, b, *rest))
     policy, alone = (Policy(tiny_model("llama"), AdamSettings()) for _ in range(2))
     metrics = train_step(policy, samples, StepSettings(), lr=1e-2)
     assert [batch.samples for batch in backward] == [(0, 1, 2)]

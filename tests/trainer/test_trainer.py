@@ -66,7 +66,7 @@ def test_being_cancelled_again_while_saving_does_not_stop_the_checkpoint(tmp_pat
 
     async def scenario():
         trainer = make_trainer(tmp_path, Waiting(), told=told)
-        trainer.checkpoints = SlowDisk(tmp_path / "checkpoints")
+        trainer.checkpoints = trainer.training.checkpoints = SlowDisk(tmp_path / "checkpoints")
         await trainer.start()
         running = asyncio.create_task(trainer.run(asyncio.Event()))
         for _ in range(3):  # another part fails, and then the parts that fail with it

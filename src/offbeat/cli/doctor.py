@@ -11,6 +11,7 @@ import json
 import os
 import shlex
 import sys
+from pathlib import Path
 
 from offbeat.cli.parser import Parser
 from offbeat.config import Config, from_dict, load, resolved
@@ -28,6 +29,10 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--within", metavar="SECONDS", type=float, default=WITHIN_S, help=f"how long to wait for a probe ({WITHIN_S:g})"
     )
+    parser.add_argument(
+        "--ranks", metavar="N", type=int, help="try N trainer ranks instead, here or, under torchrun, on its machines"
+    )
+    parser.add_argument("--shared", metavar="FOLDER", help="with --ranks: also try whether all ranks share this folder")
     parser.add_argument("--json", action="store_true", help="one line of JSON instead")
     parser.epilog = (
         "Any key of the configuration can be given as --section.key value, such as --model.device cuda or "
@@ -38,6 +43,8 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if not arguments.within > 0:
         raise UserError(f"--within is {arguments.within:g}; it must be a number of seconds above 0")
+    if arguments.ranks is not None:
+        return _try_ranks(arguments, overrides)
     from offbeat.launch.engine_choice import with_chosen_engine
     from offbeat.tools.doctor.checks import examine
     from offbeat.tools.doctor.report import without_secrets
@@ -54,6 +61,21 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     else:
         _print(report.lines(os.path.expanduser("~")))
     return 0 if report.can_run else 1
+
+
+def _try_ranks(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    from offbeat.tools.doctor.ranks import examine, examine_here
+    from offbeat.trainer.ranks import RankPlace
+
+    config, place = load(arguments.config, overrides), RankPlace.of(os.environ)
+    if arguments.ranks < 2:
+        raise UserError(f"--ranks is {arguments.ranks}; give 2 or more")
+    if place is None:
+        words = [*([arguments.config] if arguments.config else []), f"--within={arguments.within:g}", *overrides]
+        return examine_here(arguments.ranks, words, arguments.within)
+    if place.size != arguments.ranks:
+        raise UserError(f"--ranks is {arguments.ranks}, but WORLD_SIZE is {place.size}; give the same number")
+    return examine(place, config, Path(arguments.shared) if arguments.shared else None, arguments.within)
 
 
 def _mistakes(config: Config) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import signal
 import sys
 from pathlib import Path
@@ -70,15 +71,23 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from offbeat.launch import parent_watch
     from offbeat.launch.joining import own_folder
-    from offbeat.launch.trainer_role import train
+    from offbeat.launch.trainer_role import follow_rank_0, train
     from offbeat.ledger.workers import Role
 
     parent_watch.watch_parent()
+    place = None
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        from offbeat.trainer.ranks import RankPlace
+
+        place = RankPlace.of(os.environ)
+    if place is not None and place.rank:
+        follow_rank_0(place, overrides)
+        return 0
     with own_folder(arguments.dir, arguments.name or "trainer", arguments.join, "trainer.lock") as (folder, name):
         invitation = invitation_of(arguments, Role.TRAINER, folder, name)
         run_folder = folder if (folder / "ledger.sqlite").is_file() else None  # it is the coordinator's own
         try:
-            work = train(invitation, overrides, run_folder, from_scratch=arguments.from_scratch)
+            work = train(invitation, overrides, run_folder, from_scratch=arguments.from_scratch, place=place)
             return exit_status("trainer", asyncio.run(work))
         except RunStopped as error:
             print(f"offbeat: {error}", file=sys.stderr)

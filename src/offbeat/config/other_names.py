@@ -79,8 +79,8 @@ TRL = {
     "save_steps": "checkpoint.every",
     "save_total_limit": "checkpoint.keep",
     "resume_from_checkpoint": "no key: use --resume",
-    "deepspeed": "no key: one device trains",
-    "fsdp": "no key: one device trains",
+    "deepspeed": "trainer.ranks (with FSDP2)",
+    "fsdp": "trainer.ranks",
 }
 VERL = {
     "data.train_files": "task.path",
@@ -125,7 +125,7 @@ VERL = {
     "trainer.project_name": "log.project",
     "trainer.experiment_name": "run.name",
     "trainer.default_local_dir": "run.dir",
-    "trainer.n_gpus_per_node": "no key: one device trains",
+    "trainer.n_gpus_per_node": "trainer.ranks",
 }
 ELSEWHERE = {
     "dataset": "task.path",
@@ -151,7 +151,7 @@ ARGUMENTS = ("model", "task", "reward", "steps", "name", "lr", "callbacks", "log
 
 SECTIONS = {
     **dict.fromkeys(("dataset", "datasets", "data"), "[[task]]"),
-    **dict.fromkeys(("train", "training", "trainer", "training_args"), "[run], [batch] and [optimizer]"),
+    **dict.fromkeys(("train", "training", "training_args"), "[run], [batch] and [optimizer]"),
     **dict.fromkeys(("grpo", "ppo", "rl", "algorithm", "algo"), "[loss] and [batch]"),
     **dict.fromkeys(("generation", "sampling", "inference", "vllm"), "[rollout] and [engine]"),
     **dict.fromkeys(("lora", "peft"), "[model]"),

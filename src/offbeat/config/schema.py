@@ -410,6 +410,22 @@ def device_is_known(config: Config) -> None:
         )
 
 
+def ranks_have_processes_and_devices(config: Config) -> None:
+    ranks = config.trainer.ranks
+    if ranks == 1:
+        return
+    if config.rollout.workers is None:
+        raise ValueError(
+            f"trainer.ranks = {ranks}: needs rollout.workers, because without it one process does everything; set "
+            "rollout.workers to 1 or more, or to 0 if workers join from elsewhere"
+        )
+    if re.fullmatch(r"cuda:\d+|mps", config.model.device):
+        raise ValueError(
+            f'model.device = "{config.model.device}": allowed "auto", "cpu" and "cuda" with trainer.ranks = {ranks}, '
+            "because each rank takes a GPU of its own"
+        )
+
+
 def peer_networks_are_valid(config: Config) -> None:
     for network in config.serve.peer_networks:
         try:
@@ -426,6 +442,7 @@ CHECKS = (
     gate_has_a_baseline,
     stale_data_is_corrected,
     device_is_known,
+    ranks_have_processes_and_devices,
     peer_networks_are_valid,
 )
 
@@ -727,6 +744,21 @@ class PacedConfig(Section):
     """Log-normal spread of the lengths."""
 
 
+class TrainerConfig(Section):
+    """The processes (ranks) that train together. With run.exact, results do not depend on their number."""
+
+    ranks: int = free(1, ge=1, le=1024)
+    """Trainer processes on this machine, each with a GPU of its own. For ranks on several machines, start offbeat
+    trainer with torchrun."""
+    start_within_s: float = free(300.0, gt=0)
+    """Longest wait for all ranks at the start. Then the trainer ends, and names the ranks that are missing."""
+    lost_after_s: float = free(30.0, ge=1)
+    """Seconds without a sign of life after which a rank counts as lost. All ranks then start again from the last
+    checkpoint."""
+    timeout_s: float = free(600.0, gt=0)
+    """Longest wait of one rank for another within a pass or a checkpoint."""
+
+
 class EvalConfig(Section):
     every: int = free(20, ge=0)
     """Steps between evaluations on the held-out split. 0: never."""
@@ -786,6 +818,7 @@ class Config(Section):
     paced: PacedConfig = Field(PacedConfig(), json_schema_extra={"hidden": True})
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
+    trainer: TrainerConfig = TrainerConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     ledger: LedgerConfig = LedgerConfig()

@@ -108,7 +108,7 @@ async def _run(folder: RunFolder, given: Given, *, from_scratch: bool) -> dict[s
             model = model_parts.load(config)
             twin = copy.deepcopy(model) if config.rollout.engine != "paced" else None  # faster than from disk
             policy, reference = model_parts.make_policy(config, model)
-            adapter = model_parts.make_adapter(config, policy)
+            adapter = model_parts.make_adapter(config, policy.model)
             engine = make_engine(config, WORKER, twin)
             del twin
         stack.push_async_callback(engine.close)

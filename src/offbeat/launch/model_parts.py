@@ -15,7 +15,7 @@ import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from offbeat.model.devices import (
     pick_device,
     pick_dtype,
 )
-from offbeat.model.loading import load_model
+from offbeat.model.loading import load_model, load_without_weights
 from offbeat.model.lora import AdapterDisabled, Lora, base_tensors, describe, load_adapted
 from offbeat.model.usage import usage
 from offbeat.spelling import a_kind
@@ -54,6 +54,7 @@ from offbeat.trainer.losses import (
 )
 from offbeat.trainer.microbatch_size import MicrobatchSize, SizeFile, measured
 from offbeat.trainer.policy import AdamSettings, Policy, learning_rate
+from offbeat.trainer.ranks import Gang, Ranks
 from offbeat.trainer.step import StepSettings
 from offbeat.trainer.trainer import TrainerSettings
 from offbeat.weights.manifest import Anchoring
@@ -115,18 +116,26 @@ def make_embedded(
     )
 
 
-def load(config: Config) -> PreTrainedModel:
-    """Loads the configured model, with LoRA adapters if configured, and probes how it can be run, so that its copies
-    need no probe."""
-    model = _load(config, _lora(config))
+def load(config: Config, device: torch.device | None = None) -> PreTrainedModel:
+    """Loads the configured model, with LoRA adapters if configured, onto `device` (None: the configured device); and
+    probes how it can be run, so that its copies need no probe."""
+    model = _load(config, _lora(config), device)
     usage(model)
     return model
 
 
-def _load(config: Config, lora: Lora | None) -> PreTrainedModel:
+def load_for_gang(config: Config) -> PreTrainedModel:
+    """Loads the configured model for several ranks: without its weights, of which each rank then reads its rows, or
+    whole and on the CPU, with adapters or if transformers converts the weights of this model."""
+    dtype = pick_dtype(config.model.dtype, pick_device(config.model.device))
+    empty = None if config.model.lora_rank else load_without_weights(config.model.path, dtype)
+    return empty or load(config, torch.device("cpu"))
+
+
+def _load(config: Config, lora: Lora | None, device: torch.device | None = None) -> PreTrainedModel:
     """Loads the configured model, with LoRA adapters unless `lora` is None."""
-    device = pick_device(config.model.device)
-    dtype = pick_dtype(config.model.dtype, device)
+    dtype = pick_dtype(config.model.dtype, pick_device(config.model.device))
+    device = device or pick_device(config.model.device)
     if lora is None:
         return load_model(config.model.path, dtype, device)
     return load_adapted(config.model.path, dtype, device, lora, config.run.seed)
@@ -137,54 +146,75 @@ def _lora(config: Config) -> Lora | None:
     return Lora(rank, alpha or 2.0 * rank, tuple(config.model.lora_targets)) if rank else None
 
 
-def make_adapter(config: Config, policy: Policy) -> Adapter | None:
+def make_adapter(config: Config, model: PreTrainedModel, *, is_divided: bool = False) -> Adapter | None:
     """Returns what all adapter versions of a run share: the base model, its digest and the adapters' configuration.
-    None without LoRA."""
+    None without LoRA. With `is_divided`, the model is going to be divided among ranks, and is loaded again if its base
+    weights are needed."""
     if (lora := _lora(config)) is None:
         return None
-    base = weights_digest(base_tensors(policy.model))
-    return Adapter(base, describe(policy.model, lora), lambda: base_tensors(policy.model))
+    base = weights_digest(base_tensors(model))
+    if is_divided:
+        return Adapter(base, describe(model, lora), lambda: base_tensors(load(config, torch.device("cpu"))))
+    return Adapter(base, describe(model, lora), lambda: base_tensors(model))
 
 
-def make_policy(config: Config, model: PreTrainedModel | None = None) -> tuple[Policy, PreTrainedModel | None]:
+def make_policy(
+    config: Config, model: PreTrainedModel | None = None, gang: Gang | None = None
+) -> tuple[Policy, PreTrainedModel | None]:
     """Returns the policy to train, and the reference (the frozen initial model), which is None without a KL term. The
-    policy takes over `model`, which no other code may use afterwards; None: loads the configured model."""
-    optimizer, model = config.optimizer, model or load(config)
-    if memory := memory_bytes(model.device):
-        limit_memory(model.device, trainer_bytes(config, memory[1]))
+    policy takes over `model`, which no other code may use afterwards; None: loads the configured model. With a `gang`,
+    policy and reference are divided among its ranks, all of which must call this."""
+    model = model or load(config)
+    device = model.device if gang is None else gang.device
+    if memory := memory_bytes(device):
+        limit_memory(device, trainer_bytes(config, memory[1]))
     needs_copy = bool(config.loss.kl_coef) and not config.model.lora_rank
     reference = copy.deepcopy(model).requires_grad_(False) if needs_copy else None
-    policy = Policy(
-        model,
-        AdamSettings(
-            beta2=optimizer.beta2,
-            weight_decay=optimizer.weight_decay,
-            max_grad_norm=optimizer.max_grad_norm,
-        ),
-        temperature=config.rollout.temperature,
-        gradient_checkpointing=config.model.gradient_checkpointing,
-        has_value_head=resolve_loss(config).advantage == "gae",
-        moments_on_host=_fits_without_moments_alone(config, model),
-        compiles=not config.run.exact and pick_device(config.model.device).type == "cuda",
-    )
+    options: dict[str, Any] = {
+        "temperature": config.rollout.temperature,
+        "gradient_checkpointing": config.model.gradient_checkpointing,
+        "has_value_head": resolve_loss(config).advantage == "gae",
+        "moments_on_host": _fits_without_moments_alone(config, model, device, 1 if gang is None else gang.size),
+        "compiles": not config.run.exact and device.type == "cuda",
+        "exact": config.run.exact,
+    }
+    if gang is None:
+        policy = Policy(model, _adam_settings(config), **options)
+    else:
+        from offbeat.trainer.sharded import ShardedPolicy, shard  # not for a trainer of one rank
+
+        policy = ShardedPolicy(model, _adam_settings(config), **options, gang=gang, path=config.model.path)
+        if reference is not None:
+            shard(reference, gang, trains=False, path=config.model.path)
     if reference is not None:
         attention.use_packed_attention(reference)
+        policy.drop_gathered(reference)
     elif config.loss.kl_coef:
         reference = cast(PreTrainedModel, AdapterDisabled(policy.model))  # only ever called like a model
     return policy, reference
 
 
-def _fits_without_moments_alone(config: Config, model: PreTrainedModel) -> bool:
+def _adam_settings(config: Config) -> AdamSettings:
+    optimizer = config.optimizer
+    return AdamSettings(
+        beta2=optimizer.beta2, weight_decay=optimizer.weight_decay, max_grad_norm=optimizer.max_grad_norm
+    )
+
+
+def _fits_without_moments_alone(
+    config: Config, model: PreTrainedModel, device: torch.device, num_ranks: int = 1
+) -> bool:
     """Whether AdamW's moments must stay in host memory, because model and training state together are too large for the
-    GPU."""
-    memory = memory_bytes(model.device)
-    if model.device.type != "cuda" or memory is None:
+    GPU `device`, even divided among `num_ranks`."""
+    memory = memory_bytes(device)
+    if device.type != "cuda" or memory is None:
         return False
     room = STATE_SHARE * memory[1] - servers_bytes(config, memory[1])
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     masters_in_place = sum(parameter.nbytes for parameter in trained if parameter.dtype == torch.float32)
     needed = sum(parameter.nbytes for parameter in model.parameters()) - masters_in_place
     needed += STATE_BYTES * sum(parameter.numel() for parameter in trained)
+    needed //= num_ranks
     if needed <= room:
         return False
     log.info(
@@ -200,20 +230,31 @@ def make_microbatch_size(config: Config, policy: Policy, folder: Path, event: Ca
     """Returns the size of micro-batches, as configured or measured on the GPU. A measured size, and later each size
     that is halved for lack of memory, is stored in the trainer's `folder` and reported by calling `event`."""
     is_measured = config.batch.tokens_per_microbatch == "auto" and policy.device.type == "cuda" and not config.run.exact
-    file = SizeFile(folder / "microbatch.json", device_name(policy.device))
+    file, ranks = SizeFile(folder / "microbatch.json", device_name(policy.device)), policy.ranks
 
     def on_change(tokens: int) -> None:
-        file.write(tokens)
-        event("microbatch", tokens=tokens)
+        if ranks.rank == 0:
+            file.write(tokens)
+            event("microbatch", tokens=tokens)
 
-    size = MicrobatchSize(config.batch.assumed_tokens, not config.run.exact, on_change)
+    # A rank that runs out of memory has left a pass that the others are still in, so it cannot try again.
+    size = MicrobatchSize(config.batch.assumed_tokens, not config.run.exact and ranks.size == 1, on_change)
     if is_measured:
-        stored, memory = file.read(), memory_bytes(policy.device)
+        stored, memory = _told_by_rank_0(ranks, file.read()), memory_bytes(policy.device)
         num_taken = memory[1] - trainer_bytes(config, memory[1]) if memory else 0
-        size.tokens = stored or measured(policy, num_taken, _longest(config))
+        size.tokens = stored or _smallest(ranks, measured(policy, num_taken, _longest(config)))
         if stored is None:
             on_change(size.tokens)
     return size
+
+
+def _told_by_rank_0(ranks: Ranks, tokens: int | None) -> int | None:
+    told = ranks.gather(str(tokens or "").encode())[0]
+    return int(told) if told else None
+
+
+def _smallest(ranks: Ranks, tokens: int) -> int:
+    return min(int(told) for told in ranks.gather(str(tokens).encode()))
 
 
 def _longest(config: Config) -> int:

@@ -4,6 +4,9 @@ Each child process is an ordinary `offbeat` command; trainer and workers get joi
 is restarted (`offbeat.rules.restarts`) and continues from the ledger, its checkpoint or its spool. Children end when
 this process ends, even if it is killed. The coordinator writes to this terminal, the others write to files in the run's
 logs/. There, supervisor.jsonl records each start and end of a process; the terminal gets a line for each restart.
+
+With `trainer.ranks`, the trainer is a gang of processes, its ranks, which are started and restarted together: if one
+dies, those that have not ended by themselves soon after are killed.
 """
 
 from __future__ import annotations
@@ -13,9 +16,10 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,6 +48,12 @@ LOG = "supervisor.jsonl"
 USER_ERROR = 2
 """Exit status of a command that a mistake of its user has ended."""
 FOLLOW_EVERY_S = 0.2
+RANK_LOST = 75
+"""Exit status of a trainer's rank that ended because another rank was lost (`offbeat.trainer.ranks.LOST`)."""
+GANG_ENDS_WITHIN_S = 5.0
+"""Seconds that a gang's other ranks get to end by themselves after one died; at once they notice closed connections."""
+LOOPBACK = "lo"
+"""Network interface for ranks on one machine, where there is one of this name; a host's own name may lead elsewhere."""
 
 
 async def train(config: Config, given: Given, *, resume: Path | None = None) -> dict[str, Any]:
@@ -75,6 +85,8 @@ class Child:
     log: Path | None = None
     role: str | None = None
     """Role for which the child gets a join token; None: it needs no token."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables besides those of this process."""
     only_first: Sequence[str] = ()
     """Additional arguments for the first start only."""
     process: asyncio.subprocess.Process | None = None
@@ -113,6 +125,8 @@ class Supervisor:
         self.config, self._resume, self._from_scratch = config, resume, from_scratch
         self.coordinator = Child("coordinator", serve)
         self.trainer = Child("trainer", ())
+        self.ranks: list[Child] = []
+        """The trainer's ranks but rank 0, which is `trainer`."""
         self.workers: list[Child] = []
         self.run = Path()
         self.url = ""
@@ -152,7 +166,8 @@ class Supervisor:
         following = asyncio.ensure_future(self._follow())
         try:
             async with asyncio.TaskGroup() as group:
-                others = [group.create_task(self._keep(child)) for child in (self.trainer, *self.workers)]
+                others = [group.create_task(self._keep(child)) for child in self.workers]
+                others.append(group.create_task(self._keep_gang() if self.ranks else self._keep(self.trainer)))
                 await self._keep(self.coordinator)
                 self._is_finished = True
                 for keeping in others:
@@ -188,7 +203,7 @@ class Supervisor:
         after that the coordinator, which the trainer needs until its end. A second signal ends everything at once."""
         await stopping.requested.wait()
         assert stopping.why is not None
-        for child in (self.trainer, *self.workers):
+        for child in (self.trainer, *self.ranks, *self.workers):
             child.keeps_going = False
         self.trainer.send(signal.SIGTERM)
         if self.trainer.process is not None:
@@ -207,22 +222,88 @@ class Supervisor:
         while True:
             assert child.process is not None
             status = await child.process.wait()
-            verdict, pause_s = child.restarts.ended(status)
             self._note("ended", child, status=status)
-            if verdict is RestartVerdict.DONE or not child.keeps_going:
-                return
-            if verdict is RestartVerdict.GIVE_UP:
-                why = _last_line(child)
-                if status == USER_ERROR and not has_begun(self.run):  # its folder is removed, with the log
-                    raise UserError(f"{child.name}: {why.removeprefix('offbeat: ')}")
-                log = f" (see {child.log})" if child.log else ""
-                raise RunStopped(f"{child.name}: ended with status {status} and is not restarted: {why}{log}")
-            if self.config.log.console != "quiet":
-                _tell(_death(child, status, pause_s))
-            await asyncio.sleep(pause_s)
-            if not child.keeps_going:
+            if not await self._may_restart(child, status, child.restarts):
                 return
             await self._start(child)
+
+    async def _may_restart(self, child: Child, status: int, restarts: Restarts) -> bool:
+        """Returns whether a child that ended is to be restarted, after the pause that `restarts` demands. Raises if it
+        has died too often, or with an error that a restart cannot fix."""
+        verdict, pause_s = restarts.ended(status)
+        if verdict is RestartVerdict.DONE or not child.keeps_going:
+            return False
+        if verdict is RestartVerdict.GIVE_UP:
+            why = _last_line(child)
+            if status == USER_ERROR and not has_begun(self.run):  # its folder is removed, with the log
+                raise UserError(f"{child.name}: {why.removeprefix('offbeat: ')}")
+            log = f" (see {child.log})" if child.log else ""
+            raise RunStopped(f"{child.name}: ended with status {status} and is not restarted: {why}{log}")
+        if self.config.log.console != "quiet":
+            _tell(_death(child, status, pause_s))
+        await asyncio.sleep(pause_s)
+        return child.keeps_going
+
+    async def _keep_gang(self) -> None:
+        """Keeps the trainer's ranks running, which start and end together."""
+        while True:
+            await self._start_gang()
+            child, status = await self._gang_ended()
+            child.keeps_going = self.trainer.keeps_going
+            if not await self._may_restart(child, status, self.trainer.restarts):
+                return
+
+    async def _start_gang(self) -> None:
+        """Starts all ranks, which meet at a port of their own."""
+        gang = [self.trainer, *self.ranks]
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank, child in enumerate(gang):
+            child.environment = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(gang)),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(len(gang)),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                **({"GLOO_SOCKET_IFNAME": LOOPBACK} if _has_loopback() else {}),
+            }
+            await self._start(child)
+
+    async def _gang_ended(self) -> tuple[Child, int]:
+        """Waits until all ranks have ended; kills those that still run a while after another died. Returns the rank
+        that is to blame, and its exit status; 0 if none is."""
+        waiting = {asyncio.ensure_future(self._ended(child)): child for child in (self.trainer, *self.ranks)}
+        pending, ended = set(waiting), list[tuple[Child, int]]()
+        limit_s: float | None = None
+        try:
+            while pending:
+                done, pending = await asyncio.wait(pending, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+                ended += [(waiting[one], one.result()) for one in done]
+                if not done:
+                    break
+                if limit_s is None and any(status for _, status in ended):
+                    limit_s = GANG_ENDS_WITHIN_S
+            for one in pending:
+                waiting[one].send(signal.SIGKILL)
+            if pending:
+                await asyncio.wait(pending)
+        finally:
+            for one in waiting:
+                one.cancel()
+        died = [(child, status) for child, status in ended if status]
+        own = [(child, status) for child, status in died if status != RANK_LOST]
+        if died and not own:  # they ended because another rank hangs, or cannot be reached
+            _tell(_last_line(died[0][0]).removeprefix("offbeat: "))
+            own = [(waiting[one], -signal.SIGKILL) for one in pending] or [(died[0][0], -signal.SIGKILL)]
+        return next(iter(own), (self.trainer, 0))
+
+    async def _ended(self, child: Child) -> int:
+        assert child.process is not None
+        status = await child.process.wait()
+        self._note("ended", child, status=status)
+        return status
 
     async def _start_coordinator(self) -> None:
         """Starts the coordinator, and waits until it is ready and tells its URL and run folder. After a restart, the
@@ -257,6 +338,11 @@ class Supervisor:
             join += ["--secrets-file", str(self.run / SECRETS)]
         self.trainer = Child("trainer", ["trainer", *join, "--dir", str(self.run)], logs / "trainer.log", "trainer")
         self.trainer.only_first = ["--from-scratch"] if self._from_scratch else []
+        more = [f"--trainer.start_within_s={self.config.trainer.start_within_s:g}"]
+        self.ranks = [
+            Child(f"trainer-rank-{rank}", [*self.trainer.arguments, *more], logs / f"trainer-rank-{rank}.log")
+            for rank in range(1, self.config.trainer.ranks)
+        ]
         for number in range(1, (self.config.rollout.workers or 0) + 1):
             name = f"worker-{number}"
             own = ["--name", name, "--dir", str(self.run / "workers" / name)]
@@ -269,7 +355,9 @@ class Supervisor:
     async def _start(self, child: Child) -> None:
         if child is self.coordinator:
             return await self._start_coordinator()
-        more = {} if child.role is None else {TOKEN_VARIABLE: await asyncio.to_thread(new_token, self.run, child.role)}
+        more = dict(child.environment)
+        if child.role is not None:
+            more[TOKEN_VARIABLE] = await asyncio.to_thread(new_token, self.run, child.role)
         child.restarts.started()
         child.process = await self._spawn([*child.arguments, *child.only_first], child.log, more, ())
         child.only_first = ()
@@ -294,7 +382,8 @@ class Supervisor:
 
     async def _end_all(self) -> None:
         """Asks all running children to end, and kills those that do not end in time."""
-        children = [child for child in (self.trainer, *self.workers, self.coordinator) if child.is_alive]
+        all_children = (self.trainer, *self.ranks, *self.workers, self.coordinator)
+        children = [child for child in all_children if child.is_alive]
         for child in children:
             child.keeps_going = False
             # Without a coordinator, a worker cannot hand work back; finished work is in its spool.
@@ -338,7 +427,12 @@ def _threads(config: Config) -> dict[str, str]:
     `run.threads` or `OMP_NUM_THREADS` is set, which then decides."""
     if config.run.threads is not None or "OMP_NUM_THREADS" in os.environ:
         return {}
-    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ((config.rollout.workers or 0) + 1)))}
+    num_processes = (config.rollout.workers or 0) + config.trainer.ranks
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_processes))}
+
+
+def _has_loopback() -> bool:
+    return any(name == LOOPBACK for _, name in socket.if_nameindex())
 
 
 def _last_line(child: Child) -> str:

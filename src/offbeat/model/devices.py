@@ -58,6 +58,20 @@ def pick_device(name: str = "auto") -> torch.device:
     return torch.device(exact)
 
 
+def rank_device(name: str, local_rank: int) -> torch.device:
+    """Returns the device of one of several ranks on this machine: a GPU of its own while there are enough."""
+    device = pick_device(name)
+    if device.type == "mps":
+        raise UserError(f"model.device = {name!r}: an Apple GPU cannot be shared by several ranks; set it to cpu")
+    if device.type != "cuda":
+        return device
+    if name not in ("auto", "cuda"):
+        raise UserError(
+            f"model.device = {name!r}: allowed auto, cpu and cuda with several ranks, each with its own GPU"
+        )
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     """Returns the dtype of this name, for weights; `auto` is bfloat16, but float32 on a CPU, where bfloat16 is slow."""
     if name == "auto":

@@ -99,6 +99,54 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device) -> Pr
     return spare(model.to(device).eval())
 
 
+def load_without_weights(path: str | Path, dtype: torch.dtype) -> PreTrainedModel | None:
+    """Returns the model as `load_model` does, but with parameters that take no memory (torch's `meta` device), which
+    `stored_weights` can fill; buffers are there. None if the weights must be loaded as a whole, because transformers
+    converts them while it loads."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from offbeat.model.devices import spare
+
+    register = torch.nn.Module.register_parameter
+
+    def register_on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None and not parameter.is_meta:  # a tied one is registered twice
+            empty = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            module._parameters[name] = empty
+
+    with _loading, _one_line(f"model.path = {str(path)!r}: transformers cannot load the model"):
+        config = AutoConfig.from_pretrained(resolve(path), trust_remote_code=False)
+        _turn_dropout_off(config)
+        torch.nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        finally:
+            torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+    model.config.use_cache = False
+    stored = stored_weights(path)
+    if any(not any(name in stored for name in names) for names, _ in _tied_names(model)):
+        return None
+    return spare(model.eval())
+
+
+def stored_weights(path: str | Path) -> dict[str, Path]:
+    """Returns the file of each tensor in a model's folder, by the tensor's name."""
+    from safetensors import safe_open
+
+    found: dict[str, Path] = {}
+    for file in sorted(resolve(path).glob("*.safetensors")):
+        with _one_line(str(file)), safe_open(file, framework="pt") as stored:
+            found.update(dict.fromkeys(stored.keys(), file))
+    return found
+
+
+def tied_names(model: torch.nn.Module) -> list[list[str]]:
+    """Returns the names of each of the model's tensors; a tied tensor has several."""
+    return [names for names, _ in _tied_names(model)]
+
+
 def load_shape(path: str | Path) -> PreTrainedModel:
     """Returns the model without memory for its weights (torch's `meta` device), to inspect its layers."""
     import torch

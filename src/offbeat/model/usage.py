@@ -126,9 +126,9 @@ def attending(model: PreTrainedModel, implementation: str) -> Iterator[None]:
             config._attn_implementation_internal = own
 
 
-def max_distance(model: PreTrainedModel) -> float:
-    """Returns the largest `distance` that rounding in the model's dtype can explain."""
-    return MAX_DISTANCE if model.dtype in WIDE else MAX_DISTANCE_HALF
+def max_distance(found: PreTrainedModel | Tensor) -> float:
+    """Returns the largest `distance` that rounding in the dtype of `found` can explain: a model, or its logits."""
+    return MAX_DISTANCE if found.dtype in WIDE else MAX_DISTANCE_HALF
 
 
 def distance(found: Tensor, own: Tensor) -> float | None:

@@ -1,7 +1,8 @@
 """Crash points: places where tests can kill a process, to check that nothing is lost or done twice.
 
 `OFFBEAT_CRASH_AT` lists points, separated by commas; `name:3` kills a process when it passes the point `name` for the
-third time. The process gets SIGKILL, so nothing is flushed. If `OFFBEAT_CRASH_ONCE` names a folder, each point kills
+third time. The process gets SIGKILL, so nothing is flushed. `name!stop` freezes it with SIGSTOP instead, and
+`name!exit` ends it with status 1. If `OFFBEAT_CRASH_ONCE` names a folder, each point kills
 only one process, and leaves a file with the point's name there. So a restarted process gets past the point.
 """
 
@@ -31,6 +32,9 @@ POINTS: dict[str, tuple[str, ...]] = {
         "snapshot-taken",  # of a checkpoint, in memory only
         "checkpoint-drafted",  # on disk under a name that no resume reads
         "checkpoint-saved",  # not yet reported
+        "order-given",  # to the other ranks, rank 0 has not begun it
+        "order-received",  # by another rank, which has not begun it
+        "rows-written",  # of a checkpoint, by any rank; not yet noted
     ),
     "worker": (
         "version-fetched",  # not yet loaded
@@ -59,9 +63,12 @@ def crash_here(point: str) -> None:
         return
     _passed[point] += 1
     for entry in _wanted.split(","):
-        name, _, time = entry.partition(":")
+        where, _, how = entry.partition("!")
+        name, _, time = where.partition(":")
         if name == point and _passed[point] == int(time or 1) and _is_first(point):
-            os.kill(os.getpid(), signal.SIGKILL)
+            if how == "exit":
+                os._exit(1)
+            os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
 
 
 def _is_first(point: str) -> bool:

@@ -126,7 +126,7 @@ def _load_optimizer(config: Config, policy: Policy, file: Path, dump: FailedStep
     if not (folder / f"{step:08d}").is_dir():
         return False
     state = torch.get_rng_state()
-    manifest, tensors = Checkpoints(folder, adapter=model_parts.make_adapter(config, policy)).load(step)
+    manifest, tensors = Checkpoints(folder, adapter=model_parts.make_adapter(config, policy.model)).load(step)
     torch.set_rng_state(state)
     if manifest.version != dump.version:  # the run resumed from an earlier step and reached this one again
         return False

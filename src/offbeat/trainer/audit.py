@@ -15,6 +15,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,8 +27,9 @@ from torch import Tensor
 
 from offbeat.files import link_folder
 from offbeat.rules.quarantine import OFF_GAP, looks_forged
-from offbeat.trainer.packing import Sample, pack, plan, to_device
-from offbeat.trainer.policy import Policy
+from offbeat.trainer.packing import Microbatch, Sample, to_device
+from offbeat.trainer.passes import infer
+from offbeat.trainer.policy import Forward, Policy
 from offbeat.weights.version import Version, WeightFolder, weights_file
 
 log = logging.getLogger(__name__)
@@ -135,12 +137,12 @@ def witness(
 def _logprobs(
     policy: Policy, samples: Sequence[Sample], chosen: Sequence[int], tokens_per_microbatch: int
 ) -> dict[int, np.ndarray]:
-    found: dict[int, np.ndarray] = {}
-    for local in plan([samples[i] for i in chosen], tokens_per_microbatch):
-        batch = pack(samples, [chosen[i] for i in local], policy.device)
-        ends = np.cumsum([samples[i].num_tokens for i in batch.samples])[:-1]
-        found.update(zip(batch.samples, np.split(policy.logprobs(batch).cpu().numpy(), ends), strict=True))
-    return found
+    run = partial(_run, policy)
+    return {i: one.logprobs for i, one in infer(policy, samples, chosen, tokens_per_microbatch, run).items()}
+
+
+def _run(policy: Policy, batch: Microbatch) -> Forward:
+    return Forward(policy.logprobs(batch))
 
 
 def choose(samples: Sequence[Sample], share: float, at_hand: Mapping[int, object]) -> Iterator[tuple[int, list[int]]]:

@@ -109,7 +109,7 @@ def measured(policy: Policy, num_taken_bytes: int, longest: int) -> int:
 
 def _clear(policy: Policy) -> None:
     """Frees the gradients and torch's cache."""
-    policy.optimizer.zero_grad(set_to_none=True)
+    policy.drop_gradients()
     gc.collect()
     empty_cache(policy.device)
 

@@ -41,6 +41,7 @@ class NotFinite(OffbeatError):
         """Index of the sample in the batch, and index of the token in its response; None: unknown."""
         self.num_updates = 0
         """Number of optimizer updates that the same step had already made."""
+        self.is_agreed = True  # every rank computes with the same sums, and raises it
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,10 +38,13 @@ from offbeat.model.usage import (
 )
 from offbeat.trainer.attention import use_packed_attention
 from offbeat.trainer.compiling import compile_layers, layers_of, uncompiled, undo_compile
+from offbeat.trainer.even_adamw import EvenAdamW
 from offbeat.trainer.host_adamw import HostAdamW
+from offbeat.trainer.norm import norm_of, row_squares
 from offbeat.trainer.not_finite import NotFinite
 from offbeat.trainer.output_head import OutputHead, exceeds_chunk
 from offbeat.trainer.packing import Microbatch, Sample, pack
+from offbeat.trainer.ranks import ALONE, Ranks
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +67,7 @@ class Forward(NamedTuple):
     """Value head's estimate at the position that predicts each target; None without a value head."""
 
 
+MAX_NORM = torch.finfo(torch.float32).max
 LossFunction = Callable[[Forward], Tensor]
 """Function from the result of a micro-batch's forward pass to the scalar loss whose gradient is accumulated."""
 
@@ -80,16 +84,18 @@ class Policy:
         has_value_head: bool = False,
         compiles: bool = False,
         moments_on_host: bool = False,
+        exact: bool = False,
     ):
         """`gradient_checkpointing` is True for all layers, or the share of layers to checkpoint. `moments_on_host`
         keeps AdamW's moments in host memory, but for those that the GPU has room for, and computes updates on the GPU.
-        With `compiles`, layers are compiled, unless this fails on this machine or `TORCHDYNAMO_DISABLE=1` is set."""
+        With `compiles`, layers are compiled, unless this fails on this machine or `TORCHDYNAMO_DISABLE=1` is set. With
+        `exact`, each micro-batch's gradient is complete before it is added to the others, and the norm is summed row by
+        row, as on several ranks."""
         self.usage = use_packed_attention(model)
-        self.model, self.temperature, self.adam = model, temperature, adam
+        self.drop_gathered(model)
+        self.model, self.temperature, self.adam, self.exact = model, temperature, adam, exact
         self.device = next(model.parameters()).device
         self.num_threads = torch.get_num_threads()
-        self.published = published_tensors(model)
-        """The tensors that make up a version, by name; training changes them in place."""
         self.num_updates = 0
         """Number of optimizer updates begun since this object was made. If a failed step began none, the weights are
         still those before the step."""
@@ -98,8 +104,9 @@ class Policy:
         if self.head is not None:
             trained += [(f"value_head.{name}", p) for name, p in self.head.linear.named_parameters()]
         self.names, self.parameters = [name for name, _ in trained], [p for _, p in trained]
-        self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
-        self.optimizer = (HostAdamW if moments_on_host else torch.optim.AdamW)(
+        self.masters = self._make_masters()
+        is_even = exact and self.device.type == "cpu"
+        self.optimizer = (HostAdamW if moments_on_host else EvenAdamW if is_even else torch.optim.AdamW)(
             self.masters,
             lr=0.0,
             betas=(adam.beta1, adam.beta2),
@@ -107,9 +114,6 @@ class Policy:
             weight_decay=adam.weight_decay,
             fused=self.device.type in ("cpu", "cuda"),
         )
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if master is not parameter:
-                parameter.register_post_accumulate_grad_hook(_add_to(master))
         self._outputs: dict[int, OutputHead | None] = {}
         self.is_compiled = compiles and compile_layers(model)
         checkpoint_layers(model, float(gradient_checkpointing))
@@ -123,6 +127,29 @@ class Policy:
             self.is_compiled = False
             checkpoint_layers(model, float(gradient_checkpointing))
             check_forward(model, self.usage)
+        self.drop_gathered(model)
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that train this policy together."""
+        return ALONE
+
+    @cached_property
+    def published(self) -> Mapping[str, Tensor]:
+        """The tensors that make up a version, by name; training changes them in place."""
+        return published_tensors(self.model)
+
+    def drop_gathered(self, model: PreTrainedModel) -> None:
+        """Frees weights that a pass without gradients has gathered from other ranks; an update would outdate them."""
+
+    def _make_masters(self) -> list[Tensor]:
+        """Returns, for each trained parameter, the float32 tensor that the optimizer changes; from now on it also gets
+        the parameter's gradients."""
+        masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
+        for parameter, master in zip(self.parameters, masters, strict=True):
+            if master is not parameter:
+                parameter.register_post_accumulate_grad_hook(_add_to(master))
+        return masters
 
     def use_threads(self) -> None:
         """Lets torch use as many threads as when this policy was made; an embedded engine may have set fewer."""
@@ -140,11 +167,28 @@ class Policy:
         """Runs a forward pass without gradients; returns log-probs and, with a value head, values."""
         return self._forward(microbatch)
 
-    def forward_backward(self, microbatch: Microbatch, loss: LossFunction) -> Tensor:
-        """Accumulates the gradient of one micro-batch's loss; returns the targets' log-probs, detached."""
+    def forward_backward(self, microbatch: Microbatch, loss: LossFunction, num_real: int = 1) -> Tensor:
+        """Accumulates the gradient of one micro-batch's loss; returns the targets' log-probs, detached. `num_real` is
+        the number of ranks with a micro-batch in this round (`offbeat.trainer.rounds.Turn`)."""
         found = self._forward(microbatch)
-        loss(found).backward()
+        with self._adding_whole_gradients():
+            loss(found).backward()
         return found.logprobs.detach()
+
+    @contextmanager
+    def _adding_whole_gradients(self) -> Iterator[None]:
+        """With `exact`, adds the output layer's gradient to earlier ones only when the block ends. Otherwise its chunks
+        would be added one by one, which rounds differently from adding their sum."""
+        outputs = [output.layer for output in self._outputs.values() if output is not None and self.exact]
+        chunked = {id(parameter) for layer in outputs for parameter in layer.parameters()}
+        pairs = zip(self.parameters, self.masters, strict=True)
+        held = [(master, master.grad) for parameter, master in pairs if id(parameter) in chunked]
+        for master, _ in held:
+            master.grad = None
+        yield
+        for master, earlier in held:
+            if earlier is not None:
+                master.grad = earlier if master.grad is None else earlier.add_(master.grad)
 
     def _forward(self, microbatch: Microbatch) -> Forward:
         output = self._output_head(self.model, microbatch)
@@ -177,19 +221,41 @@ class Policy:
         for master in self.masters:
             if master.grad is None:  # without a backward pass, momentum still moves the weights
                 master.grad = torch.zeros_like(master)
-        norm = torch.nn.utils.get_total_norm([master.grad for master in self.masters if master.grad is not None])
-        if not norm.isfinite():  # checked before clipping, which would spread NaN over all gradients
-            wrong = [name for name, m in zip(self.names, self.masters, strict=True) if not _is_finite(m.grad)]
-            self.optimizer.zero_grad(set_to_none=True)
+        norm, are_finite = self._norm()
+        if not norm <= MAX_NORM:  # checked before clipping, which would spread NaN over all gradients
+            wrong = [name for name, is_finite in zip(self.names, are_finite, strict=True) if not is_finite]
+            self.drop_gradients()
             raise NotFinite(f"the gradient of {wrong[0] if wrong else 'all weights together'}")
-        torch.nn.utils.clip_grads_with_norm_(self.masters, self.adam.max_grad_norm, norm)
+        torch._foreach_mul_(self._gradients(), min(self.adam.max_grad_norm / (norm + 1e-6), 1.0))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.num_updates += 1
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.drop_gradients()
         self._round_into_model()
-        return float(norm)
+        return norm
+
+    def _norm(self) -> tuple[float, Iterator[bool]]:
+        """Returns the norm of the whole gradient, and for each master whether its own gradient is finite. Only with
+        `exact` or several ranks is the norm summed row by row, which takes longer."""
+        if not self.exact and self.ranks.size == 1:
+            gradients = self._gradients()
+            norm = float(torch.nn.utils.get_total_norm(gradients))
+            return norm, (bool(gradient.isfinite().all()) for gradient in gradients)
+        squares = self._row_squares()
+        return norm_of(squares), (bool(np.isfinite(own).all()) for own in squares)
+
+    def _gradients(self) -> list[Tensor]:
+        return [master.grad for master in self.masters if master.grad is not None]
+
+    def _row_squares(self) -> list[np.ndarray]:
+        """Returns, for each master, the sums of squares of its gradient's rows."""
+        found = [row_squares(gradient) for gradient in self._gradients()]
+        ends = np.cumsum([len(rows) for rows in found])[:-1]
+        return np.split(torch.cat(found).cpu().numpy(), ends)
+
+    def drop_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
 
     def make_room(self) -> bool:
         """Moves moments that `HostAdamW` has moved to the GPU back to host memory; returns whether there were any."""
@@ -254,10 +320,6 @@ def state_device(key: str, master: Tensor, group: Mapping[str, Any]) -> torch.de
     kernels need the step count on the CPU. Torch raises an error for the wrong device.
     """
     return master.device if key != "step" or group["fused"] or group["capturable"] else torch.device("cpu")
-
-
-def _is_finite(gradient: Tensor | None) -> bool:
-    return gradient is None or bool(gradient.isfinite().all())
 
 
 def _add_to(master: Tensor) -> Callable[[Tensor], None]:
@@ -430,7 +492,7 @@ def check_forward(model: PreTrainedModel, usage: Usage, is_compiled: bool = Fals
             tokens = np.concatenate([sample.prompt, sample.response[:-1]])
             with torch.no_grad(), uncompiled(is_compiled):
                 alone = own_logits(model, torch.as_tensor(tokens, device=model.device)[None])
-            gap, allowed = distance(found, alone[0, len(sample.prompt) - 1 :]), max_distance(model)
+            gap, allowed = distance(found, alone[0, len(sample.prompt) - 1 :]), max_distance(found)
             if gap is not None and not gap <= allowed:
                 raise UserError(
                     f"model.path: {kind_of(model)}: in a micro-batch with others, a sample's log-probs differ by "

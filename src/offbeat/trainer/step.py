@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from offbeat.errors import OffbeatError
 from offbeat.trainer.advantages import Advantage, Credit, GaeSettings, credit, group_normalised
 from offbeat.trainer.audit import SegmentFinding, audit, found_segments, witness
 from offbeat.trainer.losses import (
@@ -42,8 +43,11 @@ from offbeat.trainer.losses import (
 )
 from offbeat.trainer.microbatch_size import MicrobatchSize
 from offbeat.trainer.not_finite import NotFinite
-from offbeat.trainer.packing import Microbatch, Sample, pack, plan, to_device
-from offbeat.trainer.policy import Forward, Policy
+from offbeat.trainer.packing import Microbatch, Sample, to_device
+from offbeat.trainer.passes import infer, passes
+from offbeat.trainer.policy import Forward, LossFunction, Policy
+from offbeat.trainer.ranks import Arrays, agreed
+from offbeat.trainer.rounds import Turn
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ def train_step(
             before = deepcopy(step.sums)
 
             def forget(before: StepAccumulator = before) -> bool:
-                policy.optimizer.zero_grad(set_to_none=True)
+                policy.drop_gradients()
                 step.sums, step.pending = deepcopy(before), []
                 return policy.make_room()
 
@@ -107,7 +111,7 @@ def train_step(
             norms.append(policy.update(lr))
     except NotFinite as error:
         error.num_updates = len(norms)
-        policy.optimizer.zero_grad(set_to_none=True)
+        policy.drop_gradients()
         raise
     return step.sums.metrics(norms, step.credit.signal_share, has_values=settings.gae is not None)
 
@@ -194,8 +198,11 @@ class StepInProgress:
         """Log-probs of older tokens under the weights of their own version, by sample index; NaN: not computed."""
         self.credit = Credit((), None, 0.0)
         self.sums = StepAccumulator()
-        self.pending: list[tuple[Microbatch, dict[str, Tensor]]] = []
-        """Micro-batches of the current update, each with named sums and checks that are still on the device."""
+        self.pending: list[tuple[int, Microbatch, dict[str, Tensor]]] = []
+        """Micro-batches of the current update that this rank ran, each with its place among those of all ranks, and
+        with named sums and checks that are still on the device."""
+        self._next_place = 0
+        self._problem: Exception | None = None
         self.places: dict[tuple[int, ...], tuple[tuple[int, int], ...]] = {}
         """Place of each audited segment (see `Findings.places`), for each micro-batch. Keys are the indices of the
         micro-batch's samples."""
@@ -215,12 +222,9 @@ class StepInProgress:
         """Computes and stores the log-probs of all samples before the step's first update; with a value head, also the
         values."""
         for part in parts:
-            for batch in self._microbatches(part):
-                found = self.policy.infer(batch)
-                ends = np.cumsum([self.samples[i].num_tokens for i in batch.samples])[:-1]
-                self.proximal.update(zip(batch.samples, np.split(found.logprobs.cpu().numpy(), ends), strict=True))
-                if found.values is not None:
-                    self.values.update(zip(batch.samples, np.split(found.values.cpu().numpy(), ends), strict=True))
+            found = infer(self.policy, self.samples, part, self.size.tokens, self.policy.infer)
+            self.proximal.update({i: one.logprobs for i, one in found.items()})
+            self.values.update({i: one.values for i, one in found.items() if one.values is not None})
         for i, values in self.values.items():
             wrong = np.flatnonzero(~np.isfinite(values) & self.samples[i].mask)
             if len(wrong):  # a single one would make all advantages NaN
@@ -238,19 +242,27 @@ class StepInProgress:
         chosen = part if only is None else only
         learning = [i for i in chosen if learns_all or self.credit.advantages[i].any()]
         silent = sorted(set(chosen) - set(learning))
-        for batch in self._microbatches(learning):
-            self._learn(batch, weights, totals)
-        for batch in self._microbatches(silent):
-            self._measure(batch)
+        for turn, batch in self._passes(learning):
+            self._learn(turn, batch, weights, totals)
+        for turn, batch in self._passes(silent):
+            self._measure(turn, batch)
         self._settle()
 
-    def _learn(self, batch: Microbatch, weights: dict[int, np.ndarray], totals: Totals) -> None:
+    def _passes(self, chosen: Sequence[int]) -> Iterator[tuple[Turn, Microbatch]]:
+        """Yields this rank's micro-batches; places continue those of earlier passes that are still pending."""
+        first, last = self._next_place, self._next_place
+        for turn, batch in passes(self.policy, self.samples, chosen, self.size.tokens):
+            last = first + turn.place - self.policy.ranks.rank + turn.num_real
+            yield replace(turn, place=first + turn.place), batch
+        self._next_place = last
+
+    def _learn(self, turn: Turn, batch: Microbatch, weights: dict[int, np.ndarray], totals: Totals) -> None:
         settings = self.settings
         weight = self._flat([weights[i] for i in batch.samples])
         reference = self.policy.logprobs(batch, self.reference) if self.reference is not None else None
 
         def loss(found: Forward) -> Tensor:
-            tokens = self._tokens(batch, found.logprobs, reference)
+            tokens = self._tokens(turn, batch, found.logprobs, reference)
             token = settings.policy_loss(tokens, settings.loss)
             correction = correct(tokens, settings.correction)
             costs = token.loss * correction.weight * weight * tokens.mask
@@ -269,15 +281,30 @@ class StepInProgress:
             self._note(batch, tokens, correction, token.clipped, parts)
             return total
 
-        self.policy.forward_backward(batch, loss)
+        self.policy.forward_backward(batch, partial(self._guarded, turn, loss), turn.num_real)
 
-    def _measure(self, batch: Microbatch) -> None:
+    def _guarded(self, turn: Turn, loss: LossFunction, found: Forward) -> Tensor:
+        """Returns the loss; 0 if this rank only runs along in this round. On several ranks, an error is kept until all
+        ranks have finished their passes (`_settle`), because the others would wait for this one within a pass."""
+        if turn.index is not None:
+            try:
+                return loss(found)
+            except Exception as error:
+                if self.policy.ranks.size == 1:
+                    raise
+                self._problem = self._problem or error
+        nothing = found.logprobs.sum() * 0
+        return nothing if found.values is None else nothing + found.values.sum() * 0
+
+    def _measure(self, turn: Turn, batch: Microbatch) -> None:
         """Adds samples without a gradient (their advantage is 0) to the step's metrics; makes no backward pass."""
         start = self._start(batch)
-        tokens = self._tokens(batch, self.policy.logprobs(batch) if start is None else start, None)
-        self._note(batch, tokens, correct(tokens, self.settings.correction), None, {})
+        logprobs = self.policy.logprobs(batch) if start is None else start
+        if turn.index is not None:
+            tokens = self._tokens(turn, batch, logprobs, None)
+            self._note(batch, tokens, correct(tokens, self.settings.correction), None, {})
 
-    def _tokens(self, batch: Microbatch, logprobs: Tensor, reference: Tensor | None) -> Tokens:
+    def _tokens(self, turn: Turn, batch: Microbatch, logprobs: Tensor, reference: Tensor | None) -> Tokens:
         """Audits a micro-batch and returns its tokens for the loss. Samples that fail the audit are masked, and so are
         tokens with NaN or infinity. Appends to `pending` the audit's results and the index of the first token with NaN
         or infinity."""
@@ -311,7 +338,7 @@ class StepInProgress:
         if len(wrong):
             given = [logprobs.detach(), proximal, *([] if reference is None else [reference])]
             noted["finite"] = torch.stack([values.index_select(0, first.clamp(min=0)).isfinite() for values in given])
-        self.pending.append((batch, noted))
+        self.pending.append((turn.place, batch, noted))
         return tokens
 
     def _note(
@@ -324,37 +351,59 @@ class StepInProgress:
     ) -> None:
         """Adds a micro-batch's sums for the metrics, and `parts` of the loss, to its entry in `pending`. The numbers
         stay on the device until `_settle` reads them."""
-        _, noted = self.pending[-1]
+        _, _, noted = self.pending[-1]
         noted |= parts
         noted["buckets"], noted["whole"] = sums_of(tokens, correction, clipped, self._fresh(batch))
 
     def _settle(self) -> None:
-        """Reads the tensors in `pending` from the device, all at once, and adds them to the step's sums. Raises
-        `NotFinite` for the first micro-batch with NaN or infinity."""
-        pending, self.pending = self.pending, []
-        if not pending:
-            return
-        flat = [values.double().reshape(-1) for _, noted in pending for values in noted.values()]
-        read = iter(np.split(torch.cat(flat).cpu().numpy(), np.cumsum([len(values) for values in flat])[:-1]))
-        for batch, noted in pending:
-            found = {name: next(read).reshape(values.shape) for name, values in noted.items()}
+        """Adds the tensors in `pending`, read from the device all at once, and those of all other ranks to the step's
+        sums, in the order of places. Raises `NotFinite`, on every rank, for the first micro-batch with NaN or
+        infinity."""
+        if self._problem is not None or self.policy.ranks.size > 1:
+            self._agree()
+        for _, found in self.policy.ranks.merge(self._read_pending()):
+            samples = found["samples"].tolist()
             if found["wrong_token"][0] >= 0:
-                self._refuse(batch, int(found["wrong_token"][0]), found["finite"].ravel().astype(bool).tolist())
+                self._refuse(samples, int(found["wrong_token"][0]), found["finite"].ravel().astype(bool).tolist())
             loss, wrong_cost = float(found.get("loss", 0.0)), found.get("wrong_cost")
             if not math.isfinite(loss):  # perhaps only the sum or another term is not finite
-                place = () if wrong_cost is None or wrong_cost[0] < 0 else self._locate(batch, int(wrong_cost[0]))
+                place = () if wrong_cost is None or wrong_cost[0] < 0 else self._locate(samples, int(wrong_cost[0]))
                 raise NotFinite("the loss", *place)
-            self.sums.add(batch.num_tokens, found)
+            self.sums.add(int(found["num_tokens"]), found)
             if "is_off" in found:
                 is_off = found["is_off"].astype(bool)
-                self.sums.left_out += [i for i, off in zip(batch.samples, is_off, strict=True) if off]
-                segments = found_segments(self.places[batch.samples], found["counts"].tolist())
-                self.sums.compared += [one._replace(sample=batch.samples[one.sample]) for one in segments]
+                self.sums.left_out += [i for i, off in zip(samples, is_off, strict=True) if off]
+                places = [(int(i), int(start)) for i, start in found["places"]]
+                segments = found_segments(places, found["counts"].tolist())
+                self.sums.compared += [one._replace(sample=samples[one.sample]) for one in segments]
 
-    def _refuse(self, batch: Microbatch, first: int, finite: Sequence[bool]) -> None:
-        """Raises `NotFinite` for the micro-batch's target with index `first`. `finite` says which of the target's
-        log-probs are finite: the trainer's, that at the start of the step and, with a KL term, the reference's."""
-        sample, token = self._locate(batch, first)
+    def _read_pending(self) -> list[tuple[int, Arrays]]:
+        pending, self.pending = self.pending, []
+        if not pending:
+            return []
+        flat = [values.double().reshape(-1) for _, _, noted in pending for values in noted.values()]
+        read = iter(np.split(torch.cat(flat).cpu().numpy(), np.cumsum([len(values) for values in flat])[:-1]))
+        items: list[tuple[int, Arrays]] = []
+        for place, batch, noted in pending:
+            found = {name: next(read).reshape(values.shape) for name, values in noted.items()}
+            found |= {"samples": np.array(batch.samples), "num_tokens": np.array(batch.num_tokens)}
+            if "is_off" in found:
+                found["places"] = np.array(self.places[batch.samples], np.int64).reshape(-1, 2)
+            items.append((place, found))
+        return items
+
+    def _agree(self) -> None:
+        """Raises on every rank if any of them met an error in this update's passes; the rank that did raises that."""
+        problem, self._problem = self._problem, None
+        problems = self.policy.ranks.agree("" if problem is None else f"{type(problem).__name__}: {problem}")
+        if problem is not None or problems:
+            raise agreed(problem or OffbeatError("; ".join(problems)))
+
+    def _refuse(self, samples: Sequence[int], first: int, finite: Sequence[bool]) -> None:
+        """Raises `NotFinite` for the target with index `first` of a micro-batch with these `samples`. `finite` says
+        which of the target's log-probs are finite: the trainer's, that at the start of the step and, with a KL term,
+        the reference's."""
+        sample, token = self._locate(samples, first)
         if not finite[0]:
             what = "the trainer's log-prob"
         elif not finite[1]:
@@ -367,12 +416,12 @@ class StepInProgress:
             what = "the advantage"
         raise NotFinite(what, sample, token)
 
-    def _locate(self, batch: Microbatch, target: int) -> tuple[int, int]:
-        """Returns the place of the micro-batch's target with index `target`: the sample's index in the batch, and the
-        token's index in the sample's response."""
-        ends = np.cumsum([self.samples[i].num_tokens for i in batch.samples])
-        sample = batch.samples[int(np.searchsorted(ends, target, side="right"))]
-        return sample, target - int(ends[batch.samples.index(sample)] - self.samples[sample].num_tokens)
+    def _locate(self, samples: Sequence[int], target: int) -> tuple[int, int]:
+        """Returns the place of a micro-batch's target with index `target`: the sample's index in the batch, and the
+        token's index in the sample's response. `samples` holds the indices of the micro-batch's samples."""
+        ends = np.cumsum([self.samples[i].num_tokens for i in samples])
+        which = int(np.searchsorted(ends, target, side="right"))
+        return samples[which], target - int(ends[which] - self.samples[samples[which]].num_tokens)
 
     def _value_loss(self, batch: Microbatch, found: Forward, tokens: Tokens, totals: Totals) -> Tensor:
         """Returns PPO's value loss of a micro-batch. For each trained token, this is half the larger of the squared
@@ -393,11 +442,6 @@ class StepInProgress:
 
     def _start(self, batch: Microbatch) -> Tensor | None:
         return self._flat([self.proximal[i] for i in batch.samples]) if self.proximal else None
-
-    def _microbatches(self, chosen: Sequence[int]) -> Iterator[Microbatch]:
-        some = [self.samples[i] for i in chosen]
-        for local in plan(some, self.size.tokens, shares_prompts=self.policy.usage.packs):
-            yield pack(self.samples, [chosen[i] for i in local], self.policy.device)
 
     def _flat(self, parts: Sequence[np.ndarray]) -> Tensor:
         return to_device(np.concatenate(parts).astype(np.float32), self.policy.device)

@@ -30,13 +30,12 @@ from offbeat.errors import DeadlineError, OffbeatError, RunStopped, UserError
 from offbeat.ledger.records import Batch, ComparedSegment
 from offbeat.testing.crash_points import crash_here
 from offbeat.trainer.audit import Witnesses
-from offbeat.trainer.checkpoint import Checkpoints, random_states
+from offbeat.trainer.checkpoint import Checkpoints
 from offbeat.trainer.microbatch_size import MicrobatchSize
 from offbeat.trainer.not_finite import FailedStep, NotFinite
-from offbeat.trainer.packing import samples_of
 from offbeat.trainer.policy import Policy
-from offbeat.trainer.snapshot import Snapshot
-from offbeat.trainer.step import StepMetrics, StepSettings, train_step
+from offbeat.trainer.step import StepMetrics, StepSettings
+from offbeat.trainer.training import OneRank, Save, Training
 from offbeat.weights.publish import Publisher, PublishFigures
 from offbeat.weights.version import Version
 
@@ -119,13 +118,16 @@ class Trainer:
         *,
         reference: PreTrainedModel | None,
         size: MicrobatchSize | None = None,
+        training: Training | None = None,
         span: Callable[[str], AbstractContextManager[object]],
         event: Callable[..., None],
         on_step: Callable[[StepReport], Awaitable[None]],
     ):
+        """`training` are the ranks that train the policy; None: this process does."""
         self.client, self.policy, self.weights, self.checkpoints = client, policy, weights, checkpoints
-        self.settings, self.reference = settings, reference
-        self.size = size or MicrobatchSize(settings.step.tokens_per_microbatch)
+        self.settings = settings
+        size = size or MicrobatchSize(settings.step.tokens_per_microbatch)
+        self.training: Training = training or OneRank(policy, reference, settings.step, size, checkpoints)
         self.span, self.event, self.on_step = span, event, on_step
         self.step = 0
         self.saved_step: int | None = None
@@ -136,7 +138,6 @@ class Trainer:
         self._next_claim: asyncio.Future[Batch] | None = None
         self._saving = Behind(lambda: span("checkpoint_behind"))
         self._publishing = Behind(lambda: span("publish_behind"))
-        self._state, self._published = Snapshot("a checkpoint"), Snapshot("a version")
 
     async def start(self, *, from_scratch: bool = False) -> int:
         """Takes over the run from the latest checkpoint, or from the initial model if there is none, and publishes
@@ -150,14 +151,14 @@ class Trainer:
             )
         held_version = None
         if steps:
-            manifest, state = await asyncio.to_thread(self.checkpoints.load, steps[-1])
-            self.policy.load_state(state)
+            manifest = await asyncio.to_thread(self.training.load, steps[-1])
             self.step, held_version = manifest.step, manifest.version
             self.saved_step = self.step
         home = self.checkpoints.identity()
         reconciled = await self.client.reconcile(self.step, held_version, home=home, from_scratch=from_scratch)
         crash_here("reconciled")
-        self.version = await self._write_version(self.step, reconciled.parent, self.policy.published)
+        weights = await asyncio.to_thread(self.training.weights)
+        self.version = await self._write_version(self.step, reconciled.parent, weights)
         await self.client.publish(self.version)
         if self.saved_step is not None:
             await self.client.checkpointed(self.saved_step)
@@ -215,32 +216,23 @@ class Trainer:
         """Trains on a batch, publishes the new version, and commits the step at the coordinator; returns its report. If
         the next batch has already been claimed, publishing and committing may continue in the background."""
         assert self.version is not None
-        lr, num_updates = self.settings.learning_rate(self.step), self.policy.num_updates
+        lr, num_updates = self.settings.learning_rate(self.step), self.training.num_updates
         with self.span("train"):
             try:
-                metrics = await asyncio.to_thread(
-                    train_step,
-                    self.policy,
-                    samples_of(batch),
-                    self.settings.step,
-                    lr,
-                    self.reference,
-                    self._weights_of,
-                    self.size,
-                )
+                metrics = await asyncio.to_thread(self.training.train, batch, lr, self._weights_of)
             except NotFinite as error:
                 raise await self._stop_for(error, batch, lr) from error
             except Exception:  # a bad batch, or an error in a user's loss
-                if self.policy.num_updates == num_updates:
+                if self.training.num_updates == num_updates:
                     await self._save_start_of_step()
                 raise
         self._watch(metrics)
         with self.span("publish"):
             await self._publishing.end()
             self.step += 1
-            weights, copied = self.policy.published, None
+            weights, copied = await asyncio.to_thread(self.training.weights), None
             if self._is_next_batch_here() and not self._is_checkpoint_due():  # a checkpoint has to name its version
-                copied = await asyncio.to_thread(self._published.take, weights)
+                copied = await asyncio.to_thread(self.training.copied, weights)
             if copied is None:
                 await self._publish(batch, metrics, weights)
             else:
@@ -289,17 +281,16 @@ class Trainer:
                 return
             assert self.version is not None
             assert self.version.step == self.step, "this is a bug: weights must be published before they are saved"
-            state = {**self.policy.state(), **random_states()}
-            copied = await asyncio.to_thread(self._state.take, state)
+            save, is_copied = await asyncio.to_thread(self.training.begin_save, self.step, self.version.number)
             crash_here("snapshot-taken")
-            writing = self._write_checkpoint(self.version, state if copied is None else copied, keeps_all=keeps_all)
-            if behind and copied is not None:
+            writing = self._write_checkpoint(self.version, save, keeps_all=keeps_all)
+            if behind and is_copied:
                 self._saving.begin(writing)
             else:
                 await writing
 
-    async def _write_checkpoint(self, version: Version, state: Mapping[str, Tensor], *, keeps_all: bool) -> None:
-        await asyncio.to_thread(self.checkpoints.save, version.step, version.number, state, keeps_all=keeps_all)
+    async def _write_checkpoint(self, version: Version, save: Save, *, keeps_all: bool) -> None:
+        await asyncio.to_thread(save, keeps_all=keeps_all)
         crash_here("checkpoint-saved")
         self.saved_step = version.step
         self.event("checkpoint", step=version.step, version=version.number)

@@ -30,6 +30,7 @@ from torch import Tensor
 from offbeat.errors import DiskError, OffbeatError
 from offbeat.files import fsync_file, remedy
 from offbeat.weights.collect import EVERY, collect
+from offbeat.weights.divided import DividedTensors
 from offbeat.weights.encoding import BaseFile, Chain, Coder, Packing, cut, dtype_name, find_adapter_base, resume_from
 from offbeat.weights.manifest import (
     Anchoring,
@@ -114,6 +115,9 @@ class Publisher(WeightFolder):
             ) from error
         except OffbeatError as error:
             raise WeightsError(f"cannot write the weights of step {step}: {error}") from error
+        finally:
+            if isinstance(tensors, DividedTensors):
+                tensors.close()
 
     def _write(self, number: int, step: int, parent: int | None, tensors: Mapping[str, Tensor]) -> Version:
         adapter, numbers = self.adapter, {"number": number, "step": step, "parent": parent}
@@ -194,6 +198,9 @@ class Publisher(WeightFolder):
     ) -> Packing:
         """Codes all tensors in one pass, as changes since `base` (None: in full). Writes their bytes to `file` (None:
         nowhere) and, if there is a store, puts the pieces there."""
+        if isinstance(tensors, DividedTensors):
+            old = None if base is None else (base, self.path(base.manifest.number) / FILE_NAME)
+            return tensors.code(places, old, file, self.store)
         packing, coder = Packing(), Coder(file, with_codes=self.store is not None)
         parts = cut(tensors, places, {} if base is None else base.like(places))
         with closing(in_parallel(coder.code, parts)) as coded:
