@@ -42,7 +42,7 @@ class GivenPolicy(Policy):
 
     def __init__(self, answers: Sequence[Answer]):
         self.answers, self.usage = answers, Usage(obstacle=None, hands_on=True, picks_logits=True)
-        self.device, self.num_threads = torch.device("cpu"), torch.get_num_threads()
+        self.device, self.num_threads, self.width = torch.device("cpu"), torch.get_num_threads(), 1
         self.updates: list[tuple[float, dict[int, np.ndarray]]] = []
         self._begin()
 

@@ -23,8 +23,7 @@ def passes(
     """Yields this rank's micro-batches of the samples with the indices `chosen`."""
     some, shares_prompts = [samples[i] for i in chosen], policy.usage.packs
     plans = [[chosen[i] for i in local] for local in plan(some, tokens_per_microbatch, shares_prompts=shares_prompts)]
-    width = policy.model.config.get_text_config().hidden_size
-    order = by_cost([_cost([samples[i] for i in own], width) for own in plans])
+    order = by_cost([_cost([samples[i] for i in own], policy.width) for own in plans])
     for turn in turns(order, policy.ranks.rank, policy.ranks.size):
         own = [_shortest(samples, chosen)] if turn.index is None else plans[turn.index]
         yield turn, pack(samples, own, policy.device)

@@ -95,6 +95,8 @@ class Policy:
         self.drop_gathered(model)
         self.model, self.temperature, self.adam, self.exact = model, temperature, adam, exact
         self.device = next(model.parameters()).device
+        self.width: int = model.config.get_text_config().hidden_size
+        """Length of a hidden state, in numbers."""
         self.num_threads = torch.get_num_threads()
         self.num_updates = 0
         """Number of optimizer updates begun since this object was made. If a failed step began none, the weights are
