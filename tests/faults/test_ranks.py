@@ -74,7 +74,16 @@ def until(is_true, within_s: float = 120.0) -> None:
 @pytest.mark.timeout(600)
 def test_a_frozen_gang_cannot_go_on_once_another_has_taken_over(tmp_path):
     """The whole gang is frozen, its supervisor too; another trainer takes over and commits; then all wake up."""
-    serve = [sys.executable, "-m", "offbeat", "serve", *EXACT, f"--run.dir={tmp_path}", "--run.steps=200", "--log.console=plain"]
+    serve = [
+        sys.executable,
+        "-m",
+        "offbeat",
+        "serve",
+        *EXACT,
+        f"--run.dir={tmp_path}",
+        "--run.steps=200",
+        "--log.console=plain",
+    ]
     out = (tmp_path / "serve.log").open("wb")
     processes = [subprocess.Popen(serve, stdout=out, stderr=out)]
     try:
