@@ -21,7 +21,8 @@ def load_and_train(gang, path: str, dtype: torch.dtype):
     if gang is None:
         made = Policy(load_model(path, dtype, torch.device("cpu")), AdamSettings(), exact=True)
     else:
-        made = ShardedPolicy(load_without_weights(path, dtype), AdamSettings(), exact=True, gang=gang, path=path)
+        model = load_without_weights(path, dtype) or load_model(path, dtype, torch.device("cpu"))
+        made = ShardedPolicy(model, AdamSettings(), exact=True, gang=gang, path=path)
     begun = {name: tensor.float().numpy().copy() for name, tensor in made.published.items()}
     samples = make_samples(np.random.default_rng(0), GROUPS)
     train_step(made, samples, StepSettings(tokens_per_microbatch=24), 1e-2)
