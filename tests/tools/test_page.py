@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import gzip
 import hashlib
 import json
 import re
+import socket
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -18,7 +20,10 @@ from offbeat.cli.main import main
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import LedgerTerms
 from offbeat.observability.metric_files import read_metrics
+from offbeat.observability.trace import Trace
 from offbeat.tools.page.run_data import token_texts, without_paths
+from offbeat.tools.page.server import PageApp
+from offbeat.tools.page.timeline import Spans
 from offbeat.tools.trajectories import decoder, read_trajectories
 
 METRICS = [
@@ -141,8 +146,18 @@ def test_mistakes_are_one_line(run: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["page", str(run), "--out", str(run)]) == 2
     assert main(["page", str(run), "--out", str(run / "no" / "such" / "page.html")]) == 2
     assert main(["page", str(run.parent / "b"), "--out", str(run / "page.html")]) == 2
+    assert main(["page", str(run), "--without-text"]) == 2
+    assert main(["page", str(run), "--out", str(run / "page.html"), "--port", "1"]) == 2
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["page", str(run), "--port", str(taken.getsockname()[1])]) == 2
     told = capsys.readouterr().err.splitlines()
-    assert [len(told), "is a folder" in told[0], "does not exist; create it" in told[1]] == [3, True, True]
+    words = (
+        *("is a folder", "does not exist; create it", "there is no such run", "goes only with --out"),
+        *("do not go together", "cannot listen there: Address already in use; leave it out for any free port"),
+    )
+    assert len(told) == len(words)
+    for line, wanted in zip(told, words, strict=True):
+        assert wanted in line
 
 
 def test_tokens_of_half_characters_belong_to_the_last_of_them(run: Path):
@@ -181,3 +196,94 @@ def test_the_chart_librarys_licence_is_beside_it():
     assets = Path(__file__).parents[2] / "src" / "offbeat" / "tools" / "page" / "assets"
     assert "MIT License" in (assets / "uPlot.LICENSE").read_text()
     assert re.match(r"/\*! https://github.com/leeoniya/uPlot \(v1\.", (assets / "uPlot.iife.min.js").read_text())
+
+
+def called(app: PageApp, path: str, query: str = "", cookie: str = "") -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body with which the page answers a call, up to the first part of a stream."""
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "scheme": "http",
+        "path": path,
+        "root_path": "",
+        "query_string": query.encode(),
+        "headers": [(b"host", b"127.0.0.1"), *([(b"cookie", cookie.encode())] if cookie else [])],
+    }
+    sent: list[dict] = []
+
+    async def call() -> None:
+        has_body = asyncio.Event()
+
+        async def receive() -> dict:
+            await has_body.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict) -> None:
+            sent.append(message)
+            if message.get("body"):
+                has_body.set()
+
+        await asyncio.wait_for(app(scope, receive, send), 30)
+
+    asyncio.run(call())
+    headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    return sent[0]["status"], headers, b"".join(message.get("body", b"") for message in sent[1:])
+
+
+@pytest.mark.parametrize("path", ["/", "/data/answers", "/data/texts", "/data/changes"])
+def test_a_served_page_needs_its_token(run: Path, path: str):
+    app = PageApp(run, "right")
+    for query, cookie in (("", ""), ("token=wrong", ""), ("", "offbeat_0=right"), ("token=", "")):
+        status, _, body = called(app, path, query, cookie)
+        assert (status, b"needs the whole link" in body) == (401, True)
+    status, headers, _ = called(app, path, "token=right")
+    assert (status, headers["location"]) == (303, "/")
+    assert "HttpOnly" in headers["set-cookie"]
+    assert "samesite=strict" in headers["set-cookie"].lower()
+
+
+def append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+
+
+def test_a_served_page_sends_what_is_new_and_goes_on_from_a_cursor(run: Path):
+    async def read(app: PageApp, *cursor: int, wanted: str) -> tuple[list[int], dict]:
+        async for part in app._stream(*cursor):
+            lines = dict(line.split(": ", 1) for line in part.decode().strip().splitlines())
+            change = json.loads(lines["data"])
+            if wanted in change:
+                return [int(word) for word in lines["id"].split(".")], change
+        raise AssertionError("the stream ended")
+
+    async def follow() -> None:
+        app = PageApp(run, "right")
+        cursor, first = await read(app, 0, 0, 0, wanted="metrics")
+        assert (first["is_whole"], first["metrics"], len(first["events"])) == (True, METRICS, len(EVENTS))
+        _, report = await read(app, *cursor, wanted="ledger")
+        assert report["ledger"]["report"]["counts"]["trajectories"]["trained"] == 8
+        row = {"step": 3, "reward": 0.8, "attempt": 2}
+        append(run / "metrics.jsonl", json.dumps(row) + "\n" + '{"step": 4, "rew')
+        _, change = await read(app, *cursor, wanted="metrics")
+        assert change == {"metrics": [row]}, "neither what was sent before nor half a line"
+
+    asyncio.run(asyncio.wait_for(follow(), 60))
+
+
+def test_a_trace_is_read_on_while_it_grows(tmp_path: Path):
+    trace, spans = Trace(tmp_path / "trace.json"), Spans(tmp_path)
+    for number in range(3):
+        trace.record("worker a", "generate", 10.0 * number, 10.0 * number + 5, answers=7)
+        trace.flush()
+        spans.read_all()
+        assert len(spans.spans) == number + 1
+    trace.close()
+    spans.read_all()
+    again = Trace(tmp_path / "trace.json")
+    with again.span("train"):
+        pass
+    again.close()
+    spans.read_all()
+    named = [(spans.tracks[track], spans.names[name], answers) for track, name, _, _, answers in spans.spans]
+    assert named == [*[("worker a", "generate", 7)] * 3, ("trainer", "train", None)]
+    assert [seconds for _, _, _, seconds, _ in spans.spans[:3]] == pytest.approx([5.0] * 3)

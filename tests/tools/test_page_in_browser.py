@@ -4,10 +4,13 @@ wrote does nothing. Needs Chromium and the Python package `playwright`."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -82,7 +85,7 @@ class Opened:
 
     def show(self, view: str) -> None:
         self.page.goto(f"{self.address}#{view}")
-        self.page.wait_for_function("!document.querySelector('#state').textContent.includes('loading')")
+        self.page.wait_for_selector("#state:not(:has-text('loading'))", state="attached")
 
     def text(self, place: str) -> str:
         return self.page.inner_text(place)
@@ -202,9 +205,23 @@ def test_staleness_and_swarm_show_the_ledgers_sums(opened: Opened, run: Path):
     assert [row["event"] for row in opened.rows("#view-events")] == happened[::-1]
 
 
+def test_the_time_lines_sums_are_those_of_the_metrics(opened: Opened, run: Path):
+    rows = read_metrics(run / "metrics.jsonl")
+    opened.show("time")
+    shown = {(row["who"], row["what"]): number(row["seconds"]) for row in opened.rows("#view-time")}
+    for name in ("wait", "train", "publish"):
+        wanted = sum(row.get(f"time_{name}_s", 0.0) for row in rows)
+        assert shown["trainer", name] == pytest.approx(wanted, rel=0.01, abs=0.001)
+    assert "the run" in opened.text("[data-limit]")
+    opened.page.focus("#view-time canvas")
+    opened.page.keyboard.press("+")
+    opened.page.keyboard.press("0")
+    assert not opened.wrong
+
+
 def test_keys_lead_to_the_views_and_a_phone_needs_no_scrolling_sideways(browser, file: Path):
     phone = Opened(browser, file.as_uri(), viewport={"width": 390, "height": 844}, color_scheme="dark")
-    for key, view in enumerate(("learning", "answers", "staleness", "swarm", "events"), start=1):
+    for key, view in enumerate(("learning", "answers", "time", "staleness", "swarm", "events"), start=1):
         phone.page.keyboard.press(str(key))
         phone.page.wait_for_selector(f"#view-{view}:not([hidden])")
         assert phone.page.evaluate("document.documentElement.scrollWidth") <= 390
@@ -267,3 +284,56 @@ def test_what_a_model_writes_is_shown_as_what_it_is(browser, hostile_run: Path):
     assert opened.page.locator(selector).count() == 0
     assert {url.split("#")[0] for url in opened.asked} == {opened.address}
     assert not opened.wrong
+
+
+def test_a_swarms_coordinator_serves_the_page_while_a_worker_is_killed(browser, tmp_path: Path):
+    words = ["--run.name=swarm", "--run.steps=400", "--rollout.workers=2", "--eval.every=0", "--rollout.lease_s=5"]
+    command = [sys.executable, "-m", "offbeat", "train", *words]
+    log, folder = tmp_path / "log", tmp_path / "runs" / "swarm"
+    with log.open("w") as told, subprocess.Popen(command, cwd=tmp_path, stdout=told, stderr=told) as training:
+        try:
+            link = _waited(lambda: re.search(r"http://127\.0\.0\.1:\d+/page/\?token=\S+", log.read_text()))[0]
+            opened = Opened(browser, link, offline=False)
+            tile = opened.page.locator("[data-tile=step]")
+            first = _waited(lambda: int(tile.inner_text().split()[0]))
+            _waited(lambda: int(tile.inner_text().split()[0]) > first)
+            workers = _waited(lambda: [row for row in _started(folder) if row["process"].startswith("worker")])
+            os.kill(workers[0]["pid"], signal.SIGKILL)
+            _waited(lambda: [row for row in _started(folder) if row["process"].startswith("worker")][2:])
+            step = int(tile.inner_text().split()[0])
+            _waited(lambda: int(tile.inner_text().split()[0]) > step)
+            opened.show("swarm")
+            _waited(lambda: len(opened.rows("#view-swarm")) >= 3)
+            training.send_signal(signal.SIGTERM)
+            training.wait(100)
+            assert "connection is lost" in _waited(lambda: opened.text("#state strong"))
+        finally:
+            training.kill()
+    rows = read_metrics(folder / "metrics.jsonl")
+    out = tmp_path / "swarm.html"
+    write_page(folder, out, RunData(folder, None))
+    file = Opened(browser, out.as_uri())
+    assert int(file.text("[data-tile=step]").split()[0]) == rows[-1]["step"]
+    with Ledger(folder / "ledger.sqlite", read_only=True) as ledger:
+        made = {producer.worker: producer.num_trajectories for producer in ledger.report().producers}
+    file.show("swarm")
+    shown = {row["worker"]: number(row["answers"]) for row in file.rows("#view-swarm")}
+    assert {worker: shown[worker] for worker in made} == made
+
+
+def _started(folder: Path) -> list[dict]:
+    lines = (folder / "logs" / "supervisor.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["event"] == "started"]
+
+
+def _waited(get, seconds: float = 100):
+    """What `get` returns once it is true; an error counts as not yet."""
+    end_s, error = time.monotonic() + seconds, None
+    while time.monotonic() < end_s:
+        try:
+            if found := get():
+                return found
+        except (OSError, ValueError, playwright.Error) as latest:
+            error = latest
+        time.sleep(0.2)
+    raise AssertionError(f"it never came true within {seconds} s") from error

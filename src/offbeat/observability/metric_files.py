@@ -64,15 +64,19 @@ def read_rows(path: Path, trouble: Callable[[Row], str | None]) -> list[Row]:
     return rows
 
 
+MAX_READ_BYTES = 8 << 20
+"""Most bytes that one call of `metrics_after` or `events_after` reads; a longer file takes several calls."""
+
+
 def metrics_after(path: Path, offset: int) -> tuple[list[Row], int]:
-    """Returns the rows of a metrics file after byte `offset`, with those that a resume undid, and the offset to read on
-    from. Lines that are no valid rows are skipped."""
+    """Returns the next rows of a metrics file after byte `offset`, with those that a resume undid, and the offset to
+    read on from. Lines that are no valid rows are skipped."""
     return _rows_after(path, offset, _metrics_trouble)
 
 
 def events_after(path: Path, offset: int) -> tuple[list[Row], int]:
-    """Returns the rows of an events file after byte `offset`, and the offset to read on from. Lines that are no valid
-    rows are skipped."""
+    """Returns the next rows of an events file after byte `offset`, and the offset to read on from. Lines that are no
+    valid rows are skipped."""
     return _rows_after(path, offset, _event_trouble)
 
 
@@ -81,7 +85,7 @@ def _rows_after(path: Path, offset: int, trouble: Callable[[Row], str | None]) -
         return [], offset
     with open(path, "rb") as file:
         file.seek(offset)
-        data = file.read()
+        data = file.read(MAX_READ_BYTES)
     lines = data.split(b"\n")[:-1]
     offset += sum(len(line) + 1 for line in lines)
     return [row for row, _ in _parsed(lines, trouble) if row is not None], offset

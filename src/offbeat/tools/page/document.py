@@ -23,9 +23,10 @@ from typing import Any
 from offbeat.files import write_atomic
 from offbeat.ledger.reports import TrajectoryRow
 from offbeat.tools.page.run_data import ANSWER_COLUMNS, RunData, chosen_groups
+from offbeat.tools.page.timeline import Spans
 from offbeat.tools.trajectories import ALL, open_ledger
 
-MODULES = ("text", "store", "charts", "learning", "answers", "staleness", "swarm", "events", "main")
+MODULES = ("text", "store", "charts", "learning", "answers", "staleness", "swarm", "events", "timeline", "main")
 """Names of our own scripts, each after those that it imports."""
 IMPORT = re.compile(r'^import [^;]*? from "\./[a-z]+\.js";\n', re.MULTILINE)
 EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const) )", re.MULTILINE)
@@ -88,14 +89,16 @@ def pack(run: Path, data: RunData) -> tuple[bytes, dict[str, Any]]:
     stride = _stride(rows)
     kept = chosen_groups(rows, stride)
     held = {"num_answers": len(rows), "num_kept": len(kept), "stride": stride, "with_text": data.decode is not None}
+    spans = Spans(run)
+    spans.read_all()
     content = {
         "about": data.about(),
         "metrics": data.surviving_metrics(),
-        "events": data.events()[0],
+        "events": data.all_events(),
         "ledger": data.ledger(),
         "answers": {"columns": ANSWER_COLUMNS, "rows": [data.row(row) for row in kept], "is_last": True},
         "texts": data.texts([row.task for row in kept], with_history=False),
-        "timeline": None,
+        "timeline": spans.longest(),
         "file": {**held, "made_at": time.time()},
     }
     plain = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()

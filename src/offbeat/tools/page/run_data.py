@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -71,13 +71,12 @@ class RunData:
             "steps": config.run.steps,
             "group_size": config.batch.group_size,
             "max_staleness": config.schedule.bound,
-            "num_answers": self.num_answers(),
             "state": self._state(),
         }
 
     def _state(self) -> str:
         last = ""
-        for event in events_after(self.path / EVENTS, 0)[0]:
+        for event in self._all_events():
             match event["event"]:
                 case "start" | "reopen" | "resume":
                     last = "under way, or killed"
@@ -87,7 +86,7 @@ class RunData:
                     last = "ended by an error"
         return last or ("finished" if (self.path / SUMMARY).is_file() else "not begun")
 
-    def metrics(self, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
+    def metrics(self, offset: int) -> tuple[list[dict[str, Any]], int]:
         """Returns the rows of metrics.jsonl after byte `offset`, and the offset to read on from."""
         rows, offset = metrics_after(self.path / METRICS, offset)
         return [_plain(row) for row in rows], offset
@@ -95,7 +94,18 @@ class RunData:
     def surviving_metrics(self) -> list[dict[str, Any]]:
         return [_plain(row) for row in read_metrics(self.path / METRICS)]
 
-    def events(self, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
+    def _all_events(self) -> Iterator[dict[str, Any]]:
+        offset = 0
+        while True:
+            found, offset = events_after(self.path / EVENTS, offset)
+            if not found:
+                return
+            yield from found
+
+    def all_events(self) -> list[dict[str, Any]]:
+        return [self._event(event) for event in self._all_events()]
+
+    def events(self, offset: int) -> tuple[list[dict[str, Any]], int]:
         """Returns the events after byte `offset` of events.jsonl, and the offset to read on from."""
         found, offset = events_after(self.path / EVENTS, offset)
         return [self._event(event) for event in found], offset
@@ -119,9 +129,6 @@ class RunData:
             report["set_aside"] = dict.fromkeys(report["set_aside"], "")
             workers = [{**worker, "reason": None} for worker in workers]
         return {"report": _plain(report), "workers": _plain(workers), "read_at": time.time()}
-
-    def num_answers(self) -> int:
-        return self._with_ledger(lambda ledger: sum(made.num_trajectories for made in ledger.report().producers), 0)
 
     def answers(self, after: int, limit: int) -> dict[str, Any]:
         """Returns the answers accepted after number `after`, at most `limit`, oldest first, as `columns` and `rows`."""

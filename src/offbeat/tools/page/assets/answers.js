@@ -53,8 +53,16 @@ export class AnswersView {
     this.drawing = 0;
   }
 
+  /** Draws again after a change, unless the reader is busy with a filter or has an answer open that is there already. */
+  refresh() {
+    const isTyping = this.place.contains(document.activeElement) && /^(INPUT|SELECT)$/.test(document.activeElement?.tagName ?? "");
+    const isOpen = this.path !== "" && this.place.querySelector(".response") !== null;
+    if (!isTyping && !isOpen) this.draw();
+  }
+
   /** @param {string} path after `#answers` @param {URLSearchParams} asked */
   open(path, asked) {
+    if (path !== this.path) this.place.replaceChildren(empty("loading the answer …"));
     this.path = path;
     this.asked = asked;
     return this.draw();
@@ -71,26 +79,30 @@ export class AnswersView {
     } catch (error) {
       content = [empty(`This could not be loaded: ${error instanceof Error ? error.message : error}`)];
     }
-    if (drawing === this.drawing) this.place.replaceChildren(...content);
+    if (drawing !== this.drawing) return;
+    this.place.replaceChildren(...content);
   }
 
-  async list() {
+  list() {
     const { answers, isLoading, file } = this.store;
     if (!answers.length) return [empty(isLoading ? "loading the answers …" : "No answer has been accepted yet. They appear here as soon as a worker hands them in.")];
     const found = chosen(answers, this.asked);
     const from = Math.max(0, Number(this.asked.get("from") ?? 0) || 0);
     const shown = found.slice(from, from + PAGE);
-    const texts = await this.store.textsOf(shown.map((a) => a.task));
+    const previews = new Map(shown.map((a) => [a.task, el("span", { class: "preview" }, "…")]));
+    this.store.textsOf(shown.map((a) => a.task)).then(
+      (texts) => previews.forEach((cell, task) => preview(cell, texts[task])),
+      (error) => previews.forEach((cell) => cell.replaceChildren(`not loaded: ${error.message}`)));
     const rows = shown.map((a) => [
       el("a", { href: `#answers/${a.task}` }, `${a.task}`),
       a.purpose === "eval" ? el("span", { class: "short" }, `eval ${a.step ?? "–"}`) : (a.step ?? "–"), a.error ? "failed" : number(a.reward),
-      preview(texts[a.task]), a.num_tokens, span(a), a.ended_by, a.state,
+      previews.get(a.task), a.num_tokens, span(a), a.ended_by, a.state,
       el("span", { class: "short" }, oneLine(a.source, 30)), el("span", { class: "short" }, oneLine(a.worker, 30)),
       el("a", { href: `#answers/group/${a.group}` }, `${a.group}`),
     ]);
     const head = ["answer", "step", "reward", "prompt → response", "tokens", "versions", "end", "state", "task", "worker", "group"];
     const left = file && file.num_answers > answers.length ? ` (this file holds ${integer(answers.length)} of the run's ${integer(file.num_answers)}: every ${integer(file.stride)}th group)` : "";
-    const loading = isLoading ? `, ${integer(this.store.about.num_answers ?? 0)} in all, still loading` : "";
+    const loading = isLoading ? `, of ${integer(this.store.numAnswers)} that are being loaded` : "";
     return [
       this.form(),
       el("p", { class: "count", role: "status" }, `${integer(found.length)} of ${integer(answers.length)} answers${left}${loading}`),
@@ -207,11 +219,11 @@ function span(a) {
   return a.first_version === a.last_version ? `${a.first_version}` : `${a.first_version}–${a.last_version}`;
 }
 
-/** @param {Row|undefined} text */
-function preview(text) {
-  if (!text || text.prompt === undefined) return el("em", {}, "no text");
-  const whole = text.segments.map((/** @type {Row} */ s) => s.pieces.join("")).join("");
-  return el("span", { class: "preview" }, el("span", { class: "muted" }, oneLine(text.prompt, 80)), " → ", text.is_pruned ? "(deleted)" : oneLine(whole, 160));
+/** Fills the cell of a list with the beginning of a text. @param {HTMLElement} cell @param {Row|undefined} text */
+function preview(cell, text) {
+  if (!text || text.prompt === undefined) return cell.replaceChildren(el("em", {}, "no text"));
+  const whole = text.segments.map((/** @type {Row} */ s) => (s.pieces ?? []).join("")).join("");
+  cell.replaceChildren(el("span", { class: "muted" }, oneLine(text.prompt, 80)), " → ", text.is_pruned ? "(deleted)" : oneLine(whole, 160));
 }
 
 /** @param {Row} row */

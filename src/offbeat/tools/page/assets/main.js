@@ -4,16 +4,20 @@ import { AnswersView } from "./answers.js";
 import { EventsView, ALARMS } from "./events.js";
 import { LearningView } from "./learning.js";
 import { StalenessView } from "./staleness.js";
-import { loadFile, Store } from "./store.js";
+import { LiveStore, loadFile, Store } from "./store.js";
 import { SwarmView } from "./swarm.js";
+import { TimelineView } from "./timeline.js";
 import { el, moment, oneLine } from "./text.js";
 
-const store = new Store();
+const REDRAW_MS = 150;
+const block = document.getElementById("run-data");
+const store = block ? new Store() : new LiveStore();
 
 /** @type {Record<string, [string, string]>} questions by the name of their view, with short labels for narrow screens */
 const QUESTIONS = {
   learning: ["Is it learning?", "learning"],
   answers: ["What did it write?", "answers"],
+  time: ["Where does the time go?", "time"],
   staleness: ["How stale is it?", "staleness"],
   swarm: ["Who is in the swarm?", "swarm"],
   events: ["What happened?", "events"],
@@ -28,6 +32,7 @@ const content = Object.fromEntries(Object.entries(sections).map(([name, section]
 const views = {
   learning: new LearningView(store, content.learning),
   answers: new AnswersView(store, content.answers),
+  time: new TimelineView(store, content.time),
   staleness: new StalenessView(store, content.staleness),
   swarm: new SwarmView(store, content.swarm),
   events: new EventsView(store, content.events),
@@ -55,6 +60,20 @@ function route() {
 function draw() {
   head();
   views[/** @type {keyof views} */ (current)].draw();
+}
+
+let isDue = false;
+
+/** Draws once for all changes of a moment. */
+function soon() {
+  if (isDue) return;
+  isDue = true;
+  setTimeout(() => {
+    isDue = false;
+    head();
+    if (current === "answers") views.answers.refresh();
+    else views[/** @type {keyof views} */ (current)].draw();
+  }, REDRAW_MS);
 }
 
 function head() {
@@ -92,11 +111,11 @@ function build() {
 }
 
 async function start() {
-  const block = document.getElementById("run-data");
   build();
   route();
   try {
-    if (block) await loadFile(store, block);
+    if (store instanceof LiveStore) store.listen();
+    else if (block) await loadFile(store, block);
   } catch (error) {
     store.isLoading = false;
     store.trouble = `the data of this file cannot be read: ${error instanceof Error ? error.message : error}`;
@@ -104,5 +123,5 @@ async function start() {
   route();
 }
 
-store.onChange(draw);
+store.onChange(soon);
 start();

@@ -7,7 +7,8 @@
 
 /** States of an answer that only a resume can change. */
 const FINAL = new Set(["trained", "dropped", "evaluated", "failed"]);
-const REPORT_EVERY_MS = 5000;
+/** Texts that are kept when others are loaded. */
+const KEPT_TEXTS = 500;
 
 /** Everything known of one run; views subscribe to changes with `onChange`. */
 export class Store {
@@ -50,6 +51,12 @@ export class Store {
     while (end > 0 && this.answers[end - 1].seq >= made[0].seq) end -= 1;
     this.answers.length = end;
     for (const answer of made) this.answers.push(answer);
+  }
+
+  /** Number of answers that the ledger has. */
+  get numAnswers() {
+    const made = this.ledger.report?.producers ?? [];
+    return made.reduce((/** @type {number} */ n, /** @type {Row} */ p) => n + p.num_trajectories, 0);
   }
 
   /** Number after which answers may still change. */
@@ -97,4 +104,94 @@ export async function loadFile(/** @type {Store} */ store, /** @type {HTMLElemen
   store.addMetrics(data.metrics);
   store.addAnswers(data.answers);
   store.isLoading = false;
+}
+
+/** A store that a server keeps up to date. */
+export class LiveStore extends Store {
+  constructor() {
+    super();
+    this.isAsking = false;
+    this.hasMore = false;
+  }
+
+  /** Begins to listen; a browser that was asleep goes on from its last event. */
+  listen() {
+    const source = new EventSource("data/changes");
+    source.addEventListener("open", () => { this.trouble = ""; this.changed(); });
+    source.addEventListener("error", () => {
+      this.trouble = source.readyState === EventSource.CLOSED ? "no connection: load this page again by its whole link" : "the connection is lost; trying again …";
+      this.changed();
+    });
+    source.addEventListener("message", (event) => this.take(JSON.parse(event.data)));
+  }
+
+  /** @param {Row} change */
+  take(change) {
+    if (change.is_whole) {
+      this.written = [];
+      this.metrics = [];
+      this.events = [];
+    }
+    if (change.about) this.about = change.about;
+    if (change.metrics) this.addMetrics(change.metrics);
+    if (change.events) {
+      this.events.push(...change.events);
+      if (!change.is_whole && change.events.some((/** @type {Row} */ e) => e.event === "resume")) this.answers = [];
+    }
+    if (change.timeline) {
+      const spans = change.is_whole || !this.timeline ? [] : this.timeline.spans;
+      spans.push(...change.timeline.spans);
+      this.timeline = { ...change.timeline, spans };
+    }
+    if (change.ledger) {
+      this.ledger = change.ledger;
+      if (change.ledger.report) this.ask();
+      else this.isLoading = false;
+    }
+    this.changed();
+  }
+
+  /** Loads answers that are new, or that may have changed. */
+  async ask() {
+    this.hasMore = true;
+    if (this.isAsking) return;
+    this.isAsking = true;
+    try {
+      while (this.hasMore) {
+        this.hasMore = false;
+        let after = this.settled, isLast = false;
+        while (!isLast) {
+          const page = await fetched(`data/answers?after=${after}`);
+          this.addAnswers(page);
+          isLast = page.is_last;
+          if (page.rows.length) after = page.rows[page.rows.length - 1][0];
+          this.isLoading = !isLast;
+          this.changed();
+        }
+      }
+    } catch (error) {
+      this.trouble = `the answers could not be loaded: ${error instanceof Error ? error.message : error}`;
+      this.changed();
+    } finally {
+      this.isAsking = false;
+    }
+  }
+
+  /** @param {number[]} tasks */
+  async textsOf(tasks) {
+    const states = new Map(this.answers.map((answer) => [answer.task, answer.state]));
+    const missing = tasks.filter((task) => !(task in this.texts));
+    const loaded = missing.length ? await fetched(`data/texts?tasks=${missing.join(",")}`) : {};
+    const found = await super.textsOf(tasks);
+    if (Object.keys(this.texts).length > KEPT_TEXTS) this.texts = {};
+    for (const [task, text] of Object.entries(loaded)) if (FINAL.has(states.get(Number(task)))) this.texts[task] = text;
+    return { ...found, ...loaded };
+  }
+}
+
+/** @param {string} address @returns {Promise<any>} */
+async function fetched(address) {
+  const response = await fetch(address);
+  if (!response.ok) throw new Error(await response.text());
+  return response.json();
 }
