@@ -64,7 +64,7 @@ def read_rows(path: Path, trouble: Callable[[Row], str | None]) -> list[Row]:
     return rows
 
 
-MAX_READ_BYTES = 8 << 20
+MAX_READ_BYTES = 2 << 20
 """Most bytes that one call of `metrics_after` or `events_after` reads; a longer file takes several calls."""
 
 

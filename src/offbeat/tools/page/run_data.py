@@ -68,6 +68,7 @@ class RunData:
             "name": self.path.absolute().name,
             "model": re.split(r"[/\\]", config.model.path.rstrip("/\\"))[-1],
             "engine": config.rollout.engine,
+            "mode": config.schedule.mode,
             "steps": config.run.steps,
             "group_size": config.batch.group_size,
             "max_staleness": config.schedule.bound,

@@ -22,7 +22,7 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.responses import StreamingResponse as Stream
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -127,7 +127,9 @@ class PageApp:
 
     async def _read(self, read: Callable[[], Any]) -> Response:
         try:
-            return JSONResponse(await asyncio.to_thread(read), headers=HEADERS)
+            # Encoded in the thread too, so that the coordinator's event loop does not wait.
+            data = await asyncio.to_thread(lambda: json.dumps(read()).encode())
+            return Response(data, headers=HEADERS, media_type="application/json")
         except OffbeatError as error:
             return PlainTextResponse(str(error), 422, HEADERS)
 
@@ -153,7 +155,7 @@ class PageApp:
             if is_first or events:
                 change["about"] = await asyncio.to_thread(data.about)
             if change:
-                yield _event(f"{metrics_at}.{events_at}.{spans_at}", change)
+                yield await asyncio.to_thread(_event, f"{metrics_at}.{events_at}.{spans_at}", change)
                 written_s, is_first = time.monotonic(), False
             elif time.monotonic() - written_s > PING_EVERY_S:
                 yield b": still here\n\n"
@@ -163,7 +165,7 @@ class PageApp:
             newest = await self._newest_report(data)
             if newest is not report:
                 report = newest
-                yield _event(f"{metrics_at}.{events_at}.{spans_at}", {"ledger": report})
+                yield await asyncio.to_thread(_event, f"{metrics_at}.{events_at}.{spans_at}", {"ledger": report})
             await asyncio.sleep(POLL_S)
 
     async def _newest_report(self, data: RunData) -> dict[str, Any]:

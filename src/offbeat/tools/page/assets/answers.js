@@ -38,6 +38,7 @@ export function chosen(answers, asked) {
   });
   const found = tests.length ? answers.filter((answer) => tests.every((test) => test(answer))) : [...answers];
   const order = asked.get("order") ?? "newest";
+  if (order === "newest") return found.reverse(); // they are known oldest first
   return found.sort(ORDERS[/** @type {keyof ORDERS} */ (order)] ?? ORDERS.newest);
 }
 

@@ -81,7 +81,7 @@ export class LearningView {
   ask() {
     const name = this.asked.value.trim();
     if (!name) return;
-    if (!this.store.metrics.some((row) => typeof row[name] === "number")) {
+    if (!this.store.names.has(name)) {
       this.asked.setCustomValidity(`no row has a metric called ${name}`);
       this.asked.reportValidity();
       return;
@@ -104,7 +104,7 @@ export class LearningView {
     if (!this.hasChosenWindow) this.window.value = rows.length >= 50 ? String(1 + 2 * Math.min(25, Math.round(rows.length / 50))) : "1";
     const window = Number(this.window.value);
     this.windowText.value = window === 1 ? "1 step (no smoothing)" : `${window} steps`;
-    const names = new Set(rows.flatMap((row) => Object.keys(row).filter((key) => typeof row[key] === "number")));
+    const { names } = this.store;
     this.names.replaceChildren(...[...names].sort().map((name) => el("option", { value: name })));
     const x = xValues(rows, this.x.value), xName = X_AXES[/** @type {keyof X_AXES} */ (this.x.value)];
     const common = { x, xName, isLog: this.isLog.checked };

@@ -10,6 +10,9 @@ import { TimelineView } from "./timeline.js";
 import { el, moment, oneLine } from "./text.js";
 
 const REDRAW_MS = 150;
+/** A long run, which is slow to draw, is drawn again after so many times the time that it took. */
+const DRAW_SHARE = 4;
+let drawMs = 0;
 const block = document.getElementById("run-data");
 const store = block ? new Store() : new LiveStore();
 
@@ -69,11 +72,13 @@ function soon() {
   if (isDue) return;
   isDue = true;
   setTimeout(() => {
+    const start = performance.now();
     isDue = false;
     head();
     if (current === "answers") views.answers.refresh();
     else views[/** @type {keyof views} */ (current)].draw();
-  }, REDRAW_MS);
+    drawMs = performance.now() - start;
+  }, Math.max(REDRAW_MS, DRAW_SHARE * drawMs));
 }
 
 function head() {

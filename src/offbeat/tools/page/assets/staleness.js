@@ -27,7 +27,7 @@ export class StalenessView {
   /** @param {Record<string, any>[]} rows @param {number|null} bound */
   curves(rows, bound) {
     const x = rows.map((row) => row.step);
-    const ages = [...new Set(rows.flatMap((row) => Object.keys(row).map((key) => AGE.exec(key)?.[1]).filter(Boolean)))].sort((a, b) => parseInt(/** @type {string} */ (a)) - parseInt(/** @type {string} */ (b)));
+    const ages = [...this.store.names].map((key) => AGE.exec(key)?.[1]).filter(Boolean).sort((a, b) => parseInt(/** @type {string} */ (a)) - parseInt(/** @type {string} */ (b)));
     const mean = [{ label: "mean", values: column(rows, "staleness") }, { label: "oldest", values: column(rows, "staleness_max") }];
     const lines = bound === null || bound === undefined ? mean : [...mean, { label: "bound", values: rows.map(() => bound), kind: /** @type {const} */ ("band"), colour: "alarm" }];
     const made = [chart({ title: "staleness", about: "of the tokens trained, in steps", x, xName: "step", lines, from0: true })];

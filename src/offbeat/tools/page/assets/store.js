@@ -14,7 +14,8 @@ const KEPT_TEXTS = 500;
 export class Store {
   constructor() {
     /** @type {Row} */ this.about = {};
-    /** @type {Row[]} rows of metrics.jsonl in the order of the file */ this.written = [];
+    this.survivors = new Survivors();
+    /** @type {Set<string>} names of all metrics that are numbers */ this.names = new Set();
     /** @type {Row[]} rows that survive resumes, one a step */ this.metrics = [];
     /** @type {Row[]} */ this.events = [];
     /** @type {Row} */ this.ledger = {};
@@ -38,8 +39,11 @@ export class Store {
 
   /** @param {Row[]} rows further rows of metrics.jsonl */
   addMetrics(rows) {
-    this.written.push(...rows);
-    this.metrics = survivors(this.written);
+    for (const row of rows) {
+      this.survivors.add(row);
+      for (const name in row) if (typeof row[name] === "number") this.names.add(name);
+    }
+    this.metrics = this.survivors.rows;
   }
 
   /** @param {AnswerPage} page answers, sorted; those that are known already are replaced */
@@ -76,23 +80,28 @@ export class Store {
   }
 }
 
-/**
- * Returns one row a step, without rows that a later attempt undid, as `survivors` of `metric_files` does.
- * @param {Row[]} rows
- * @returns {Row[]}
- */
-export function survivors(rows) {
-  /** @type {Map<number, Row>} */ let kept = new Map();
-  const begun = new Set();
-  for (const row of rows) {
-    const attempt = row.attempt ?? 1;
-    if ("reward" in row && !begun.has(attempt)) {
-      begun.add(attempt);
-      kept = new Map([...kept].filter(([step, old]) => step < row.step || (old.attempt ?? 1) >= attempt));
-    }
-    kept.set(row.step, { ...kept.get(row.step), ...row });
+/** One row a step, without rows that a later attempt undid: `survivors` of `metric_files`, for rows that come in parts. */
+class Survivors {
+  constructor() {
+    /** @type {Map<number, Row>} */ this.kept = new Map();
+    this.begun = new Set();
   }
-  return [...kept.values()].sort((a, b) => a.step - b.step);
+
+  /** @param {Row} row */
+  add(row) {
+    const attempt = row.attempt ?? 1;
+    if ("reward" in row && !this.begun.has(attempt)) {
+      this.begun.add(attempt);
+      for (const [step, old] of this.kept) if (step >= row.step && (old.attempt ?? 1) < attempt) this.kept.delete(step);
+    }
+    const before = this.kept.get(row.step);
+    this.kept.set(row.step, before ? { ...before, ...row } : row);
+  }
+
+  /** @returns {Row[]} */
+  get rows() {
+    return [...this.kept.values()].sort((a, b) => a.step - b.step);
+  }
 }
 
 /** Fills a store from the data in this file. */
@@ -128,7 +137,7 @@ export class LiveStore extends Store {
   /** @param {Row} change */
   take(change) {
     if (change.is_whole) {
-      this.written = [];
+      this.survivors = new Survivors();
       this.metrics = [];
       this.events = [];
     }

@@ -14,9 +14,9 @@ const MOST = 0.5, MUCH = 0.25;
 
 /**
  * Returns one sentence on what limits the run and what to try, or why it is withheld.
- * @param {Row[]} metrics @param {Row[]} events
+ * @param {Row[]} metrics @param {Row[]} events @param {string} mode of the schedule
  */
-export function limit(metrics, events) {
+export function limit(metrics, events, mode) {
   const rows = metrics.filter((row) => row.seconds > 0 && "time_train_s" in row).slice(-JUDGED_STEPS);
   if (rows.length < MIN_STEPS) return `What limits the run is judged after ${MIN_STEPS} steps.`;
   const last = rows[rows.length - 1], first = rows[0];
@@ -27,7 +27,7 @@ export function limit(metrics, events) {
   const write = (sum("time_publish_s") + sum("time_checkpoint_s")) / total;
   const over = `of the last ${rows.length} steps' time`;
   if (wait >= MOST && sum("time_reward_s") > sum("time_generate_s")) return `Rewards limit the run: the trainer waits ${percent(wait)} ${over}, mostly for them. Raise reward.processes, or make the reward faster.`;
-  if (wait >= MOST) return `Generation limits the run: the trainer waits ${percent(wait)} ${over}. Add workers, raise rollout.slots, or let them overlap with training (schedule.mode = "overlap").`;
+  if (wait >= MOST) return `Generation limits the run: the trainer waits ${percent(wait)} ${over}. Add workers, or raise rollout.slots${mode === "overlap" ? "" : '; or let them generate while the trainer trains (schedule.mode = "overlap")'}.`;
   if (train >= MOST) return `Training limits the run: it takes ${percent(train)} ${over}, so more workers would not help. Give the trainer a faster device, or raise batch.tokens_per_microbatch.`;
   if (write >= MUCH) return `Writing limits the run: versions and checkpoints take ${percent(write)} ${over}. Raise checkpoint.every, or use a faster disk.`;
   return `No part limits the run alone: waiting takes ${percent(wait)} ${over}, training ${percent(train)}, versions and checkpoints ${percent(write)}.`;
@@ -69,7 +69,7 @@ export class TimelineView {
   }
 
   draw() {
-    this.sentence.textContent = limit(this.store.metrics, this.store.events);
+    this.sentence.textContent = limit(this.store.metrics, this.store.events, this.store.about.mode);
     const timeline = this.store.timeline;
     const hasSpans = Boolean(timeline && timeline.spans.length);
     this.canvas.hidden = this.buttons.hidden = !hasSpans;
