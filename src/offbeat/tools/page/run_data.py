@@ -168,7 +168,7 @@ class RunData:
             part: dict[str, Any] = asdict(stretch)
             if place < len(segments):
                 segment = segments[place]
-                part |= {"worker": segment.worker, "engine": segment.engine}
+                part |= {"worker": without_paths(segment.worker), "engine": without_paths(segment.engine)}
                 if self.decode is not None:
                     part["pieces"] = token_texts(segment.tokens, self.decode)
                 if segment.logprobs is not None:
