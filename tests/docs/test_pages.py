@@ -82,6 +82,9 @@ def test_a_command_on_a_page_works(page: Path, command: str, reader: Reader):
         case ["offbeat", "ledger", "verify" | "show" as action, "runs/NAME"]:
             assert reader.run.is_dir()
             assert "trajectories" in reader.succeed("ledger", action, "runs/NAME")
+        case ["offbeat", "page", "runs/NAME", "--out", file]:
+            assert reader.run.is_dir()
+            assert f"{file}: " in reader.succeed("page", "runs/NAME", "--out", file)
         case ["offbeat", "show", "runs/NAME", *words]:
             assert reader.run.is_dir()
             if "--parquet" in words:

@@ -45,6 +45,7 @@ COMMANDS = {
     "doctor": "check what will work on this machine, and what to install or change",
     "replay": "repeat a step that met NaN or infinity, and find what was not finite first",
     "check-loss": "check your own loss or advantage for the properties that training relies on",
+    "page": "show a run's curves, answers, workers and events in a browser, or write them as one HTML file",
     "show": "print what a run generated: the latest answers, the best, the worst, or one with its history",
 }
 """Commands and their help. Each command is a module of this package with `add_arguments(parser)` and `run(arguments,

@@ -19,6 +19,7 @@ from typing import Any
 from offbeat.config import resolved, secrets
 from offbeat.config.explain import show
 from offbeat.config.schema import Config
+from offbeat.coordinator.api.app import PAGE
 from offbeat.coordinator.api.server import Address, HttpServer
 from offbeat.coordinator.api.state import ServedRun
 from offbeat.errors import UserError
@@ -32,11 +33,12 @@ from offbeat.launch.coordinator_runtime import (
     report_evaluations,
 )
 from offbeat.launch.given import received
-from offbeat.launch.join_line import join_lines
+from offbeat.launch.join_line import far_url, join_lines
 from offbeat.launch.joining import READY
 from offbeat.launch.preflight import checking
 from offbeat.launch.run_folder import ADDRESS, RunFolder
 from offbeat.launch.stopping import Stopping
+from offbeat.tools.page.server import PageApp, page_token
 from offbeat.weights.version import WeightFolder
 
 PLAIN = "plain"
@@ -98,6 +100,7 @@ def _served(folder: RunFolder, runtime: CoordinatorRuntime) -> ServedRun:
         weights=WeightFolder(folder.weights),
         pieces=wiring.open_pieces(folder.config, folder.weights),
         peer_networks=folder.config.serve.peer_networks,
+        page=PageApp(folder.path, page_token(folder.path)),
     )
 
 
@@ -169,6 +172,10 @@ def _announce(
     if not folder.config.reward.processes:
         own = _own_rewards(folder.config)
         lines += join_lines(folder.path, url, near_url, address, role="reward", more=own)
+    link = f"{PAGE}/?token={page_token(folder.path)}"
+    lines.append(f"see the run in a browser: {near_url}{link}")
+    if near_url != url:
+        lines.append(f"from other machines: {far_url(url, address)}{link}")
     if has_served:
         lines.append("workers that joined before need no token; those that still run come back by themselves")
         if needs_trainer and has_trained:

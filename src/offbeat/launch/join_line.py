@@ -29,17 +29,17 @@ def join_lines(run: Path, url: str, near_url: str, address: Address, role: str =
         f"  OFFBEAT_TOKEN=$({token}) {join} --join {near_url}{more}",
     ]
     if address.has_tls or not address.is_loopback or address.behind_proxy:
-        far_url = _far_url(url, address)
-        is_here = address.certificate is not None and is_loopback(urlsplit(far_url).hostname or "")
+        elsewhere = far_url(url, address)
+        is_here = address.certificate is not None and is_loopback(urlsplit(elsewhere).hostname or "")
         through = " through a tunnel, because the certificate names only this machine," if is_here else ""
         lines += [
             f"{who} elsewhere joins{through} with the next line, which asks for a token; {token} prints one",
-            f"  {join} --join {far_url}{_trust(address)}{more}",
+            f"  {join} --join {elsewhere}{_trust(address)}{more}",
         ]
     return lines
 
 
-def _far_url(url: str, address: Address) -> str:
+def far_url(url: str, address: Address) -> str:
     """Returns the URL at which other machines reach the coordinator, with the configured host. If the certificate does
     not name that host, the URL has the certificate's first name instead. If the coordinator listens at all addresses
     without a certificate, the URL has this machine's first address. Behind a proxy, it has the placeholder `HOST`."""

@@ -36,6 +36,7 @@ from offbeat.launch.given import Given
 from offbeat.launch.preflight import check_device, checking, may_have_gpu
 from offbeat.launch.run_folder import RunFolder
 from offbeat.launch.stopping import Stopping, interruptible
+from offbeat.observability.console import program
 from offbeat.observability.loading import loading
 from offbeat.observability.metrics import step_row
 from offbeat.observability.sinks import check_sinks
@@ -143,6 +144,7 @@ async def _run(folder: RunFolder, given: Given, *, from_scratch: bool) -> dict[s
             event=reporter.event,
             on_step=on_step,
         )
+        runtime.console.note(f"see the run in a browser: {program()} page {folder.path}")
         stopping = Stopping(reporter.stopping)
         stack.enter_context(stopping.listening(given.stop))
         await coordinator.start()

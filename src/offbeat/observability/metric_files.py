@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +55,51 @@ def read_rows(path: Path, trouble: Callable[[Row], str | None]) -> list[Row]:
         return []
     rows = []
     lines = path.read_bytes().split(b"\n")[:-1]  # after the last newline: half a line, still being written
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-            problem = trouble(row) if isinstance(row, dict) else "it is not a JSON object"
-        except (ValueError, RecursionError):
-            problem = "it is not JSON"
-        if problem is None:
+    for number, (row, problem) in enumerate(_parsed(lines, trouble), start=1):
+        if row is not None:
             rows.append(row)
         elif (path, number) not in _warned:
             _warned.add((path, number))
             print(f"warning: {path}: line {number} is skipped: {problem}", file=sys.stderr, flush=True)
     return rows
+
+
+MAX_READ_BYTES = 2 << 20
+"""Most bytes that one call of `metrics_after` or `events_after` reads; a longer file takes several calls."""
+
+
+def metrics_after(path: Path, offset: int) -> tuple[list[Row], int]:
+    """Returns the next rows of a metrics file after byte `offset`, with those that a resume undid, and the offset to
+    read on from. Lines that are no valid rows are skipped."""
+    return _rows_after(path, offset, _metrics_trouble)
+
+
+def events_after(path: Path, offset: int) -> tuple[list[Row], int]:
+    """Returns the next rows of an events file after byte `offset`, and the offset to read on from. Lines that are no
+    valid rows are skipped."""
+    return _rows_after(path, offset, _event_trouble)
+
+
+def _rows_after(path: Path, offset: int, trouble: Callable[[Row], str | None]) -> tuple[list[Row], int]:
+    if not path.is_file():
+        return [], offset
+    with open(path, "rb") as file:
+        file.seek(offset)
+        data = file.read(MAX_READ_BYTES)
+    lines = data.split(b"\n")[:-1]
+    offset += sum(len(line) + 1 for line in lines)
+    return [row for row, _ in _parsed(lines, trouble) if row is not None], offset
+
+
+def _parsed(lines: Iterable[bytes], trouble: Callable[[Row], str | None]) -> Iterator[tuple[Row | None, str]]:
+    """Yields each line's row, or None and its problem."""
+    for line in lines:
+        try:
+            row = json.loads(line)
+            problem = trouble(row) if isinstance(row, dict) else "it is not a JSON object"
+        except (ValueError, RecursionError):
+            problem = "it is not JSON"
+        yield (row, "") if problem is None else (None, problem)
 
 
 def _metrics_trouble(row: Row) -> str | None:

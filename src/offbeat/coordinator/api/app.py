@@ -18,17 +18,19 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from offbeat.coordinator.api import errors, metrics, trainer_routes, worker_routes
 from offbeat.coordinator.api.access import address
 from offbeat.coordinator.api.bodies import seal
 from offbeat.coordinator.api.connection_guard import prove
+from offbeat.coordinator.api.errors import Refusal
 from offbeat.coordinator.api.state import ApiState, Route
 from offbeat.net import is_loopback
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
+PAGE = "/page"
 GONE = 499
 """Status of a call whose caller hung up; it is only counted, never sent."""
 
@@ -44,6 +46,8 @@ class App:
         self._add(api, "POST", "/v1/join", partial(worker_routes.join, api))
         self._add(api, "GET", "/healthz", partial(_health, api))
         self._add(api, "GET", "/metrics", partial(_metrics, api))
+        if api.served.page is not None:
+            self._routed.mount(PAGE, _closing_with(api, api.served.page))
         self._submit = self._direct.pop(("PUT", worker_routes.SUBMIT_PATH))
 
     def _add(self, api: ApiState, method: str, path: str, inner: Endpoint) -> None:
@@ -110,6 +114,20 @@ async def _metrics(api: ApiState, request: Request) -> Response:
     leased = await api.coordinator.call(ledger.num_leased)
     page = metrics.text(counts, leased, api.figures, api.coordinator.presence.figures)
     return Response(page, media_type=metrics.CONTENT_TYPE)
+
+
+def _closing_with(api: ApiState, page: ASGIApp) -> ASGIApp:
+    """Wraps the page: it is refused while the server is not open, and its streams end when the server closes."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            api.check_open()
+        except Refusal as error:
+            await errors.answer(error)(scope, receive, send)
+            return
+        await page(scope, partial(api.until_closing, receive), send)
+
+    return app
 
 
 async def _unrouted(request: Request, error: Exception) -> Response:

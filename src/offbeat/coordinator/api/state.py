@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive
 
 from offbeat.client import wire
 from offbeat.coordinator.api.access import Access
@@ -60,6 +61,8 @@ class ServedRun:
     """Store of weight pieces; None: pieces are in the folder of `weights`."""
     peer_networks: Sequence[str] = ()
     """Networks in which a worker may name a peer address that differs from the address it calls from."""
+    page: ASGIApp | None = None
+    """Application of the run's page, which admits its own callers; None: no page is served."""
     behind_proxy: bool = False
     """Whether calls come through a proxy. If so, a loopback address may be the proxy's instead of the caller's."""
 
@@ -94,6 +97,16 @@ class ApiState:
     def check_open(self) -> None:
         if self.server_state is not ServerState.OPEN:
             raise not_open(self.server_state)
+
+    async def until_closing(self, receive: Receive) -> Message:
+        """Returns the next message from a caller. When the server closes, this is that the caller has gone."""
+        message = asyncio.ensure_future(receive())
+        ends: set[asyncio.Future[Any]] = {message, self._closing}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if message.done():
+            return message.result()
+        message.cancel()
+        return {"type": "http.disconnect"}
 
     def published(self, number: int) -> Version | None:
         try:

@@ -1,0 +1,119 @@
+/** Line charts: uPlot with the page's colours, a cursor that the keyboard moves, and a summary in words. */
+
+import { el, number } from "./text.js";
+
+/** @typedef {{label: string, values: (number|null)[], kind?: "line"|"faint"|"points"|"area"|"band", colour?: string}} Line */
+
+/** @type {Set<any>} charts on the page */
+const drawn = new Set();
+
+/** @param {string} name of a CSS variable, without dashes */
+export function colour(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+}
+
+export const PALETTE = ["c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8"];
+
+/**
+ * A figure with a chart of `lines` over `x`.
+ * @param {{title: string, about?: string, x: number[], xName: string, lines: Line[], isLog?: boolean, height?: number, from0?: boolean}} options
+ */
+export function chart(options) {
+  const { title, about, x, xName, lines, isLog = false, height = 220, from0 = false } = options;
+  const figure = el("figure", { class: "chart", tabindex: 0, "aria-label": inWords(title, lines, xName, x), "data-metric": title });
+  figure.append(el("figcaption", {}, el("strong", {}, title), about ? el("span", { class: "about" }, ` ${about}`) : null));
+  const place = el("div", { class: "plot" });
+  figure.append(place);
+  const grid = { stroke: colour("grid"), width: 1 };
+  const axis = { stroke: colour("muted"), grid, ticks: { show: false }, font: "12px system-ui, sans-serif" };
+  const series = [
+    { label: xName, value: (/** @type {any} */ _, /** @type {number} */ v) => number(v) },
+    ...lines.map((line, i) => serie(line, i, x.length)),
+  ];
+  const range = (/** @type {any} */ _, /** @type {number} */ low, /** @type {number} */ high) => spread(low, high, from0);
+  const plot = new uPlot(
+    {
+      width: 400, height, series,
+      cursor: { points: { size: 7 }, drag: { x: true, y: false } },
+      scales: { x: { time: false }, y: isLog ? { distr: 3 } : { range } },
+      axes: [
+        { ...axis, size: 34, label: xName, labelSize: 18, labelFont: "12px system-ui, sans-serif" },
+        { ...axis, size: 58, values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map((v) => (v === null ? "" : number(v))) },
+      ],
+    },
+    [x, ...lines.map((line) => (isLog ? line.values.map((v) => (v !== null && v > 0 ? v : null)) : line.values))],
+    place,
+  );
+  drawn.add(plot);
+  const fit = () => {
+    const width = Math.floor(place.clientWidth);
+    if (width > 0 && width !== plot.width) plot.setSize({ width, height });
+  };
+  const sizes = new ResizeObserver(fit);
+  sizes.observe(place);
+  figure.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => moveCursor(plot, event));
+  figure.addEventListener("focus", () => {
+    if (plot.cursor.idx === null || plot.cursor.idx === undefined) setCursor(plot, x.length - 1);
+  });
+  /** @type {any} */ (figure).close = () => {
+    sizes.disconnect();
+    drawn.delete(plot);
+    plot.destroy();
+  };
+  return figure;
+}
+
+/** @param {Line} line @param {number} i @param {number} count */
+function serie(line, i, count) {
+  const name = line.colour ?? PALETTE[i % PALETTE.length];
+  const stroke = colour(name);
+  const common = {
+    label: line.label, stroke, spanGaps: true,
+    value: (/** @type {any} */ _, /** @type {number|null} */ v) => number(v),
+    points: { show: count < 40, size: 5 },
+  };
+  if (line.kind === "points") return { ...common, width: 1.5, dash: [4, 3], points: { show: true, size: 8, fill: stroke } };
+  if (line.kind === "faint") return { ...common, width: 1, alpha: 0.4 };
+  if (line.kind === "band") return { ...common, width: 0.5, alpha: 0.8, dash: [2, 3], points: { show: false } };
+  if (line.kind === "area") return { ...common, width: 1, fill: stroke, points: { show: false } };
+  return { ...common, width: 2 };
+}
+
+/** Range of an axis; nearly equal values get a wide one, so that they look constant. */
+function spread(/** @type {number|null} */ low, /** @type {number|null} */ high, /** @type {boolean} */ from0) {
+  if (low === null || high === null) return [0, 1];
+  if (from0) low = Math.min(0, low);
+  if (high === low) return low === 0 ? [0, 1] : [low - Math.abs(low) / 2, high + Math.abs(high) / 2];
+  const span = high - low;
+  return [low === 0 ? 0 : low - 0.06 * span, high + 0.06 * span];
+}
+
+/** @param {any} plot @param {KeyboardEvent} event */
+function moveCursor(plot, event) {
+  const last = plot.data[0].length - 1;
+  const now = plot.cursor.idx ?? last;
+  const far = Math.max(1, Math.round(last / 10));
+  const moves = { ArrowLeft: now - 1, ArrowRight: now + 1, PageUp: now - far, PageDown: now + far, Home: 0, End: last };
+  if (!(event.key in moves)) return;
+  event.preventDefault();
+  const wanted = /** @type {any} */ (moves)[event.key];
+  setCursor(plot, Math.min(last, Math.max(0, wanted)));
+}
+
+function setCursor(/** @type {any} */ plot, /** @type {number} */ index) {
+  plot.setCursor({ left: plot.valToPos(plot.data[0][index], "x"), top: plot.bbox.height / devicePixelRatio / 2 });
+}
+
+/** @param {string} title @param {Line[]} lines @param {string} xName @param {number[]} x */
+function inWords(title, lines, xName, x) {
+  const parts = lines.map((line) => {
+    const known = line.values.filter((v) => v !== null && v !== undefined);
+    return known.length ? `${line.label} from ${number(known[0])} to ${number(known[known.length - 1])}` : "";
+  });
+  return `${title} over ${xName} ${number(x[0])} to ${number(x[x.length - 1])}: ${parts.filter(Boolean).join("; ")}`;
+}
+
+/** Ends all charts inside `place`. */
+export function closeCharts(/** @type {HTMLElement} */ place) {
+  for (const figure of place.querySelectorAll("figure.chart")) /** @type {any} */ (figure).close?.();
+}
