@@ -28,7 +28,7 @@ from offbeat.trainer.packing import Sample
 from offbeat.trainer.policy import AdamSettings, Policy
 from offbeat.trainer.ranks import Gang, RankPlace, join_gang, meet
 from offbeat.trainer.step import StepSettings, train_step
-from offbeat.trainer.training import OneRank
+from offbeat.trainer.trainer import OneRank
 from offbeat.weights.divided import DividedTensors
 from offbeat.weights.piece_store import FolderStore
 from offbeat.weights.publish import Publisher

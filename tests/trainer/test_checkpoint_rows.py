@@ -20,7 +20,7 @@ from offbeat.trainer.microbatch_size import MicrobatchSize
 from offbeat.trainer.policy import AdamSettings, Policy
 from offbeat.trainer.sharded import ShardedPolicy
 from offbeat.trainer.step import StepSettings, train_step
-from offbeat.trainer.training import OneRank
+from offbeat.trainer.trainer import OneRank
 
 GROUPS = [(5, [3, 9, 1, 4]), (2, [20, 4]), (7, [6, 2, 8])]
 SETTINGS = StepSettings(tokens_per_microbatch=24, gae=GaeSettings())

@@ -54,7 +54,8 @@ from offbeat.trainer.losses import (
 )
 from offbeat.trainer.microbatch_size import MicrobatchSize, SizeFile, measured
 from offbeat.trainer.policy import AdamSettings, Policy, learning_rate
-from offbeat.trainer.ranks import Gang, Ranks
+from offbeat.trainer.ranks import Gang
+from offbeat.trainer.rounds import Ranks
 from offbeat.trainer.step import StepSettings
 from offbeat.trainer.trainer import TrainerSettings
 from offbeat.weights.manifest import Anchoring

@@ -27,8 +27,7 @@ from torch import Tensor
 
 from offbeat.files import link_folder
 from offbeat.rules.quarantine import OFF_GAP, looks_forged
-from offbeat.trainer.packing import Microbatch, Sample, to_device
-from offbeat.trainer.passes import infer
+from offbeat.trainer.packing import Microbatch, Sample, infer, to_device
 from offbeat.trainer.policy import Forward, Policy
 from offbeat.weights.version import Version, WeightFolder, weights_file
 

@@ -1,8 +1,8 @@
 """A policy that several ranks train together: rank 0 gives orders, and all carry them out.
 
-`GangLeader`, on rank 0, is what the trainer's loop calls (`offbeat.trainer.training`). It gives each task as an order
-to the other ranks (`follow`), and does its own part. Between orders the others wait; no collective is under way while
-rank 0 waits for the network.
+`GangLeader`, on rank 0, is what the trainer's loop calls (`offbeat.trainer.trainer.Training`). It gives each task as an
+order to the other ranks (`follow`), and does its own part. Between orders the others wait; no collective is under way
+while rank 0 waits for the network.
 
 What all ranks meet alike, such as NaN, they raise alike, and go on. Any other error ends the rank that met it, and with
 it the gang, which then starts again from the last checkpoint.
@@ -33,10 +33,11 @@ from offbeat.trainer.checkpoint import (
     random_states,
     restore_random,
 )
-from offbeat.trainer.ranks import Gang, RankLost, agreed, is_agreed
+from offbeat.trainer.ranks import Gang, RankLost
+from offbeat.trainer.rounds import agreed, is_agreed
 from offbeat.trainer.sharded import ShardedPolicy
 from offbeat.trainer.step import StepMetrics
-from offbeat.trainer.training import OneRank, Save
+from offbeat.trainer.trainer import OneRank, Save
 from offbeat.trajectory import array_from_wire, array_to_wire
 from offbeat.weights.divided import DividedTensors, serve_parts
 from offbeat.weights.piece_store import PieceStore

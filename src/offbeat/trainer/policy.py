@@ -44,7 +44,7 @@ from offbeat.trainer.norm import norm_of, row_squares
 from offbeat.trainer.not_finite import NotFinite
 from offbeat.trainer.output_head import OutputHead, exceeds_chunk
 from offbeat.trainer.packing import Microbatch, Sample, pack
-from offbeat.trainer.ranks import ALONE, Ranks
+from offbeat.trainer.rounds import ALONE, Ranks
 
 log = logging.getLogger(__name__)
 

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import NoReturn
 
 import msgspec
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from offbeat.errors import OffbeatError, UserError
+from offbeat.trainer.rounds import Arrays, Ranks
 from offbeat.trajectory import array_from_wire, array_to_wire
 
 LOST = 75
@@ -40,23 +40,12 @@ BEATS_PER_LIMIT = 4
 """Number of beats within `lost_after_s`."""
 FOLLOWER_PATIENCE = 2.0
 """A follower gives rank 0 this multiple of `lost_after_s`, so that rank 0 finds and names a lost rank first."""
-Arrays = dict[str, np.ndarray]
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Joins equally long tensors of all ranks; torch renamed it in 2.13."""
 
 
 class RankLost(OffbeatError):
     """A rank of the gang died, hangs or never came; the message names it."""
-
-
-def agreed(error: Exception) -> Exception:
-    """Marks an error that all ranks raise at the same point, after which they can go on together; returns it."""
-    error.__dict__["is_agreed"] = True
-    return error
-
-
-def is_agreed(error: BaseException) -> bool:
-    return getattr(error, "is_agreed", False)
 
 
 @dataclass(frozen=True)
@@ -100,30 +89,6 @@ class RankPlace:
         )
 
 
-class Ranks:
-    """The ranks of a trainer, seen from one of them. This class itself is a trainer of one rank."""
-
-    rank, size = 0, 1
-
-    def gather(self, data: bytes) -> list[bytes]:
-        """Returns what each rank gave, on every rank."""
-        return [data]
-
-    def merge(self, items: Sequence[tuple[int, Arrays]]) -> list[tuple[int, Arrays]]:
-        """Returns the items of all ranks, on every rank, sorted by their first field, the place."""
-        gathered = [_decode(data) for data in self.gather(_encode(items))] if self.size > 1 else [items]
-        return sorted((item for own in gathered for item in own), key=lambda item: item[0])
-
-    def agree(self, problem: str = "") -> list[str]:
-        """Returns the problems that ranks report, each with its rank; empty if all is well. Every rank must call it."""
-        told = self.gather(problem.encode())
-        return [f"rank {rank}: {text.decode()}" for rank, text in enumerate(told) if text]
-
-
-ALONE = Ranks()
-"""A trainer of one rank, without torch.distributed."""
-
-
 class Gang(Ranks):
     """The ranks of a trainer with several. Made by `join_gang`."""
 
@@ -141,6 +106,9 @@ class Gang(Ranks):
         self._orders = dist.new_group(backend="gloo", timeout=FOREVER)
         self._small = dist.new_group(backend="gloo", timeout=limit)
         self._beats = dist.new_group(backend="gloo", timeout=FOREVER)
+
+    def merge(self, items: Sequence[tuple[int, Arrays]]) -> list[tuple[int, Arrays]]:
+        return super().merge([item for data in self.gather(_encode(items)) for item in _decode(data)])
 
     def gather(self, data: bytes) -> list[bytes]:
         sizes = torch.zeros(self.size, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Divides a step's micro-batches among ranks. Pure: knows neither torch nor the other ranks.
+"""Divides a step's micro-batches among ranks, of which a trainer may have only one (`ALONE`). Knows no torch.
 
 With sharded weights all ranks meet at every layer, so they must make the same number of passes, and a round lasts as
 long as its longest micro-batch. Micro-batches are therefore sorted by cost, the longest first, and rank r takes number
@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+Arrays = dict[str, np.ndarray]
 PARAMETERS_PER_WIDTH = 12
 """A decoder layer has about 12 times its width squared parameters, by which a token is multiplied. Attending to one
 other token takes about as long as 1 / (12 x width) of that."""
@@ -51,3 +54,36 @@ def balance(costs: Sequence[int], num_ranks: int) -> float:
     ordered = [costs[i] for i in by_cost(costs)]
     slowest = sum(ordered[::num_ranks])
     return sum(ordered) / (num_ranks * slowest) if slowest else 1.0
+
+
+class Ranks:
+    """The ranks of a trainer, seen from one of them. This class itself is a trainer of one rank."""
+
+    rank, size = 0, 1
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Returns what each rank gave, on every rank."""
+        return [data]
+
+    def merge(self, items: Sequence[tuple[int, Arrays]]) -> list[tuple[int, Arrays]]:
+        """Returns the items of all ranks, on every rank, sorted by their first field, the place."""
+        return sorted(items, key=lambda item: item[0])
+
+    def agree(self, problem: str = "") -> list[str]:
+        """Returns the problems that ranks report, each with its rank; empty if all is well. Every rank must call it."""
+        told = self.gather(problem.encode())
+        return [f"rank {rank}: {text.decode()}" for rank, text in enumerate(told) if text]
+
+
+ALONE = Ranks()
+"""A trainer of one rank, without torch.distributed."""
+
+
+def agreed(error: Exception) -> Exception:
+    """Marks an error that all ranks raise at the same point, after which they can go on together; returns it."""
+    error.__dict__["is_agreed"] = True
+    return error
+
+
+def is_agreed(error: BaseException) -> bool:
+    return getattr(error, "is_agreed", False)

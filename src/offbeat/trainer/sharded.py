@@ -36,7 +36,8 @@ from offbeat.trainer.ordered import HostAllGather, HostReduceScatter, OrderedRed
 from offbeat.trainer.output_head import OutputHead
 from offbeat.trainer.packing import Microbatch
 from offbeat.trainer.policy import AdamSettings, Forward, LossFunction, Policy
-from offbeat.trainer.ranks import Gang, Ranks
+from offbeat.trainer.ranks import Gang
+from offbeat.trainer.rounds import Ranks
 from offbeat.weights.divided import Key, like, owner_of, parts_of
 
 BUCKET_BYTES = 512 * 2**20

@@ -43,11 +43,9 @@ from offbeat.trainer.losses import (
 )
 from offbeat.trainer.microbatch_size import MicrobatchSize
 from offbeat.trainer.not_finite import NotFinite
-from offbeat.trainer.packing import Microbatch, Sample, to_device
-from offbeat.trainer.passes import infer, passes
+from offbeat.trainer.packing import Microbatch, Sample, infer, passes, to_device
 from offbeat.trainer.policy import Forward, LossFunction, Policy
-from offbeat.trainer.ranks import Arrays, agreed
-from offbeat.trainer.rounds import Turn
+from offbeat.trainer.rounds import Arrays, Turn, agreed
 
 
 @dataclass(frozen=True)
