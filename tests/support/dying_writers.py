@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from offbeat.cli.main import main
-from offbeat.trainer import training
+from offbeat.trainer import trainer
 from offbeat.trainer.checkpoint import Checkpoints
 from offbeat.weights.publish import Publisher
 
@@ -22,7 +22,7 @@ STEP_S = 1.5
 WITHIN_S = 60.0
 
 changed, num_trained = threading.Condition(), 0
-train_step = training.train_step
+train_step = trainer.train_step
 
 
 def slow_step(*given: Any) -> Any:
@@ -44,7 +44,7 @@ def die_when_trained(num_more: int) -> None:
 
 
 def arm(what: str, at: int) -> None:
-    training.train_step = slow_step  # type: ignore[assignment]
+    trainer.train_step = slow_step  # type: ignore[assignment]
     owner, name = {"checkpoint": (Checkpoints, "save"), "version": (Publisher, "write")}[what]
     write = getattr(owner, name)
 

@@ -32,6 +32,8 @@ POINTS: dict[str, tuple[str, ...]] = {
         "snapshot-taken",  # of a checkpoint, in memory only
         "checkpoint-drafted",  # on disk under a name that no resume reads
         "checkpoint-saved",  # not yet reported
+    ),
+    "rank": (
         "order-given",  # to the other ranks, rank 0 has not begun it
         "order-received",  # by another rank, which has not begun it
         "rows-written",  # of a checkpoint, by any rank; not yet noted
