@@ -76,7 +76,7 @@ def test_the_site_loads_nothing_from_elsewhere(pages: dict[Path, Html]):
     {
         "async": "swarm",
         "install": "install",
-        "multi-gpu": "gpu-quickstart",
+        "multi-gpu": "ranks",
         "off-policy": "algorithms",
         "retry": "swarm",
         "preempt": "swarm",
