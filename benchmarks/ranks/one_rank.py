@@ -40,7 +40,7 @@ WITHIN_S = 300.0
 
 @dataclass(frozen=True)
 class Task:
-    """What all ranks train: steps `first` to `last` of a model."""
+    """Task of all ranks: training steps `first` to `last` of a model."""
 
     last: int
     first: int = 0

@@ -38,7 +38,7 @@ def environment_of(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 def run_gang(size: int, work: Callable[..., Any], *args: Any, alone: bool = False, **options: Any) -> list[Any]:
-    """What each rank returned. With `alone`, a gang of one has no process group, as a trainer of one rank."""
+    """Returns each rank's result. With `alone`, a gang of one has no process group, as a trainer of one rank."""
     with tempfile.TemporaryDirectory() as folder:
         gang = Started(size, work, *args, alone=alone, folder=Path(folder), **options)
         return gang.results()

@@ -327,7 +327,7 @@ def _started(folder: Path) -> list[dict]:
 
 
 def _waited(get, seconds: float = 100):
-    """What `get` returns once it is true; an error counts as not yet."""
+    """Returns the result of `get` once it is true; an error counts as not yet."""
     end_s, error = time.monotonic() + seconds, None
     while time.monotonic() < end_s:
         try:

@@ -98,7 +98,7 @@ class Gang(Ranks):
         self.hosts: list[str] = []
         """Host of each rank, for messages."""
         self.doing = "starting"
-        """What this rank is doing, for the message when it is lost by others."""
+        """This rank's present task, which the message names when the rank is lost."""
         self._num_orders = 0
         self._ending = threading.Event()
         limit = timedelta(seconds=timeout_s)

@@ -21,7 +21,7 @@ other token takes about as long as 1 / (12 x width) of that."""
 
 @dataclass(frozen=True)
 class Turn:
-    """What one rank does in one round."""
+    """One rank's part in one round: a micro-batch, or a dummy."""
 
     index: int | None
     """Index of its micro-batch; None: none is left for this rank, which runs a dummy."""

@@ -51,7 +51,7 @@ def parts_of(num_bytes: int) -> Iterator[tuple[int, int, int]]:
 
 
 class _Request(msgspec.Struct):
-    """What the publisher asks of all ranks."""
+    """A publisher's request to all ranks."""
 
     places: dict[str, tuple[str, list[int], int, int]]
     file: str | None
@@ -62,7 +62,7 @@ class _Request(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """What a rank has made of its parts."""
+    """A rank's result for its own parts of a version."""
 
     parts: list[tuple[str, int, Part]] = []
     pieces: list[PieceEntry] = []

@@ -1,4 +1,4 @@
-"""What the page shows of a run, as plain data for JSON, read from the run's folder.
+"""Data of a run that the page shows, as plain values for JSON, read from the run's folder.
 
 Only reads: the ledger is opened read-only for each call, and files are read on from an offset, so a run may go on
 meanwhile. Paths of this machine, process ids and logins in URLs are left out of everything but the answers themselves.
