@@ -59,3 +59,8 @@ def test_long_tails_of_a_7b_model_leave_eight_ranks_busy():
         plain.append(sum(costs) / (8 * sum(max(costs[i : i + 8]) for i in range(0, len(costs), 8))))
     assert np.mean(shares) >= 0.93
     assert np.mean(plain) < np.mean(shares)
+
+
+def test_the_most_expensive_come_first_and_equal_ones_keep_their_order():
+    assert by_cost([3, 9, 3, 12]) == [3, 1, 0, 2]
+    assert balance([1, 4, 1, 4], 2) == 1.0, "in the order given, each round would wait for a long one"
