@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -11,8 +10,6 @@ import pytest
 import torch
 
 from benchmarks.report import machine
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "learn"))  # its tiny models and samples
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

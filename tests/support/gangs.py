@@ -47,7 +47,7 @@ def run_gang(size: int, work: Callable[..., Any], *args: Any, alone: bool = Fals
 class Started:
     """A gang under way; its processes can be killed or stopped."""
 
-    def __init__(self, size, work, *args, alone=False, folder: Path, lost_after_s=20.0, device="cpu", **options):
+    def __init__(self, size, work, *args, alone=False, folder: Path, lost_after_s=60.0, device="cpu", **options):
         self.folder, port = folder, free_port()
         self.ranks: list[subprocess.Popen[bytes]] = []
         task = (inspect.getsourcefile(work), work.__name__, alone, lost_after_s, device, args, options)
