@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import numpy as np
 import pytest
 import torch
 from learning_models import tiny_model
 from learning_samples import make_samples
 
+from offbeat.engines.embedded.graphs import CudaGraphs
 from offbeat.model.devices import be_deterministic
 from offbeat.trainer import attention, output_head
 from offbeat.trainer.checkpoint import Checkpoints
@@ -241,3 +245,37 @@ def test_a_snapshot_holds_the_bits_of_tensors_that_change_right_after():
             assert torch.equal(taken[name], before[name])
             tensor.copy_(before[name])
     assert taken["half"].is_pinned()
+
+
+def test_checkpoints_are_copied_and_steps_trained_while_an_engine_records_graphs():
+    graphs, failures, num_keys = CudaGraphs(), [], 40
+    tensors = {"weight": torch.randn(700_000, device="cuda")}
+
+    def slowly() -> torch.Tensor:
+        found = tensors["weight"] * 2
+        time.sleep(0.02)
+        return found + 1
+
+    def record() -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for key in range(num_keys):
+                    while key not in graphs._recorded:
+                        graphs.run(key, slowly)
+                        assert graphs._is_possible
+        except BaseException as error:  # noqa: BLE001 - raised again by the test's own thread
+            failures.append(error)
+
+    policy, kept = Policy(tiny_model("llama").cuda(), AdamSettings(), compiles=True), Snapshot("a test")
+    engine = threading.Thread(target=record)
+    engine.start()
+    step = 0
+    while engine.is_alive():
+        samples = make_samples(np.random.default_rng(step), [(5, [3, 9, 1, 4]), (7, [6 + step, 2, 8])])
+        train_step(policy, samples, StepSettings(tokens_per_microbatch=24), 1e-3)
+        kept.take(tensors)
+        step += 1
+    for failure in failures:
+        raise failure
+    assert len(graphs._recorded) == num_keys
+    assert step > 0

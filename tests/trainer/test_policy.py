@@ -6,8 +6,9 @@ import torch
 from learning_models import tiny_model
 from learning_samples import make_samples
 
-from offbeat.model.devices import spare
+from offbeat.model.devices import recording_lock, spare
 from offbeat.trainer.checkpoint import Checkpoints
+from offbeat.trainer.packing import pack
 from offbeat.trainer.policy import AdamSettings, Policy, state_device
 from offbeat.trainer.step import StepSettings, train_step
 
@@ -64,3 +65,20 @@ def test_a_restored_state_shares_no_memory_with_what_it_came_from():
     before = {name: tensor.clone() for name, tensor in trained.state().items()}
     train(resumed, range(1, 2))
     assert all(torch.equal(tensor, before[name]) for name, tensor in trained.state().items())
+
+
+def test_no_engine_records_a_graph_while_a_pass_runs():
+    policy, held = make_policy("cpu"), []
+
+    def loss(found):
+        held.append(recording_lock.locked())
+        return found.logprobs.sum()
+
+    hook = policy.model.register_forward_hook(lambda *_: held.append(recording_lock.locked()))
+    batch = pack(make_samples(np.random.default_rng(0), [(3, [4, 5])]), range(2), policy.device)
+    policy.forward_backward(batch, loss)
+    policy.logprobs(batch)
+    policy.infer(batch)
+    hook.remove()
+    assert all(held)
+    assert not recording_lock.locked()

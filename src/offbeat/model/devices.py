@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import threading
 from functools import cache
 from pathlib import Path
 from types import MethodType
@@ -26,6 +27,9 @@ from torch import Tensor, nn
 from offbeat.errors import UserError
 
 DEVICE = re.compile(r"(cpu|mps|cuda)(?::(\d+))?")
+recording_lock = threading.Lock()
+"""Held by an engine while it records a CUDA graph, and by the trainer during a pass: a pass may wait for the whole GPU,
+as `torch.compile` does to compare kernels, which fails during a recording and spoils it."""
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Environment variables with settings of torch's memory on GPUs; torch refuses different values in the two."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -119,7 +123,8 @@ def limit_memory(device: torch.device, num_bytes: int) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until all work on the device is done; needed before measuring time."""
+    """Waits until all work on the device is done; needed before measuring time. Where an engine may share the process,
+    wait for a stream instead (`recording_lock`)."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":

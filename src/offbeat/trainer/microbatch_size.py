@@ -136,7 +136,7 @@ def _pass_over(policy: Policy, num_tokens: int, longest: int) -> None:
         samples.append(Sample(len(samples), tokens[:1], tokens[1:], zeros, np.ones(length, bool), 0.0))
     batch = pack(samples, range(len(samples)), policy.device)
     policy.forward_backward(batch, lambda found: found.logprobs.sum())
-    torch.cuda.synchronize(policy.device)
+    torch.cuda.current_stream(policy.device).synchronize()
 
 
 class SizeFile:

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from offbeat.errors import UserError
+from offbeat.model.devices import recording_lock
 from offbeat.model.lora import AdapterDisabled, published_tensors
 from offbeat.model.usage import (
     Usage,
@@ -161,20 +162,23 @@ class Policy:
     def logprobs(self, microbatch: Microbatch, model: PreTrainedModel | None = None) -> Tensor:
         """Returns the targets' log-probs, without gradients, under `model` (same architecture); None: the policy's."""
         model = model or self.model
-        output = self._output_head(model, microbatch)
-        return forward(model, microbatch, self.temperature, self.usage, output=output).logprobs
+        with recording_lock:
+            output = self._output_head(model, microbatch)
+            return forward(model, microbatch, self.temperature, self.usage, output=output).logprobs
 
     @torch.no_grad()
     def infer(self, microbatch: Microbatch) -> Forward:
         """Runs a forward pass without gradients; returns log-probs and, with a value head, values."""
-        return self._forward(microbatch)
+        with recording_lock:
+            return self._forward(microbatch)
 
     def forward_backward(self, microbatch: Microbatch, loss: LossFunction, num_real: int = 1) -> Tensor:
         """Accumulates the gradient of one micro-batch's loss; returns the targets' log-probs, detached. `num_real` is
         the number of ranks with a micro-batch in this round (`offbeat.trainer.rounds.Turn`)."""
-        found = self._forward(microbatch)
-        with self._adding_whole_gradients():
-            loss(found).backward()
+        with recording_lock:
+            found = self._forward(microbatch)
+            with self._adding_whole_gradients():
+                loss(found).backward()
         return found.logprobs.detach()
 
     @contextmanager
@@ -486,7 +490,7 @@ def check_forward(model: PreTrainedModel, usage: Usage, is_compiled: bool = Fals
     own forward pass, for comparison: one that shares its prompt with another sample, and one that does not.
     """
     samples = _samples(model)
-    with one_line_errors(model, "a forward and backward pass"), without_random(model):
+    with recording_lock, one_line_errors(model, "a forward and backward pass"), without_random(model):
         batch = pack(samples, range(len(samples)), model.device)
         logits = _forward_backward(model, batch, usage)[batch.target_row]
         together = logits.split([sample.num_tokens for sample in samples])

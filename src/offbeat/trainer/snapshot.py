@@ -52,7 +52,7 @@ class Snapshot:
         for name, tensor in tensors.items():
             self._held[name].copy_(tensor, non_blocking=tensor.is_cuda)
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()  # the whole device cannot be waited for while an engine records
         return {name: self._held[name] for name in tensors}
 
 

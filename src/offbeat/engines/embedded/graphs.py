@@ -13,6 +13,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from offbeat.model.devices import recording_lock
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -52,7 +54,10 @@ class CudaGraphs:
         return result  # type: ignore[return-value]
 
     def _record(self, key: Hashable, work: Callable[[], object]) -> bool:
-        """Records work without doing it; returns whether that was possible."""
+        """Records work without doing it; returns whether that was possible. It is not while the trainer uses the GPU in
+        another thread of this process; then the next run with the same key tries again."""
+        if not recording_lock.acquire(blocking=False):
+            return False
         graph = torch.cuda.CUDAGraph()
         try:
             # Not `torch.cuda.graph`, which empties the memory cache each time. Thread-local, because the trainer may
@@ -67,6 +72,8 @@ class CudaGraphs:
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
             log.warning("embedded engine: decode steps are slower, because they cannot be recorded: %s", why)
             return False
+        finally:
+            recording_lock.release()
         self._recorded[key] = graph, result
         return True
 
