@@ -84,3 +84,23 @@ def test_wandb_gets_a_run_by_the_folders_name_that_a_resume_goes_on_with(tmp_pat
     sink.log({"step": 1, "reward": 0.5})
     sink.close()
     assert calls == [{"step": 1, "reward": 0.5}, "end"]
+
+
+def test_trackio_gets_a_run_by_the_folders_name_and_its_end(tmp_path, monkeypatch, capsys):
+    calls: list[Any] = []
+    run = SimpleNamespace(log=lambda row, step: calls.append((step, row)), finish=lambda: calls.append("end"))
+
+    def init(**options):
+        print("a greeting")
+        calls.append(options)
+        return run
+
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init, __spec__=True))
+    (tmp_path / "mine").mkdir()
+    (sink,) = open_sinks(["trackio"], tmp_path / "mine", "a project", {})
+    begun = calls.pop()
+    assert (begun["project"], begun["name"], begun["resume"]) == ("a project", "mine", "allow")
+    assert capsys.readouterr().out == ""  # the console's lines are not mixed with it
+    sink.log({"step": 1, "reward": 0.5, "finished": True})
+    sink.close()
+    assert calls == [(1, {"reward": 0.5}), "end"]
