@@ -151,7 +151,7 @@ REFUSALS = {
     ),
     "finish, alternate": (
         {"schedule.new_version": "finish"},
-        'schedule.new_version = "finish": allowed only with schedule.mode = "overlap", because with "alternate" no '
+        'schedule.new_version = "finish": works only with schedule.mode = "overlap", because with "alternate" no '
         'request is running when weights are loaded; set schedule.mode = "overlap"',
     ),
     "overlap": (
@@ -161,12 +161,12 @@ REFUSALS = {
     ),
     "exact overlap": (
         {**OVERLAP, "run.exact": True},
-        'schedule.mode = "overlap": allowed only "alternate" with run.exact = true, because otherwise the '
+        'schedule.mode = "overlap": must be "alternate" with run.exact = true, because otherwise the '
         "order of training would depend on which worker was faster",
     ),
     "exact staleness": (
         {"schedule.max_staleness": 1, "run.exact": True},
-        "schedule.max_staleness = 1: allowed only 0 with run.exact = true, because otherwise the order of training "
+        "schedule.max_staleness = 1: must be 0 with run.exact = true, because otherwise the order of training "
         "would depend on which worker was faster",
     ),
     "exact slots": (
@@ -176,7 +176,7 @@ REFUSALS = {
     ),
     "exact server": (
         {"rollout.engine": "vllm", "run.exact": True},
-        'rollout.engine = "vllm": allowed only "embedded" with run.exact = true, because a server\'s answers depend '
+        'rollout.engine = "vllm": must be "embedded" with run.exact = true, because a server\'s answers depend '
         "on the other requests that it computes at the same time",
     ),
     "stale keys": (
@@ -211,7 +211,7 @@ REFUSALS = {
     ),
     "sequence ratio": (
         {"loss.name": "gspo", "loss.aggregate": "token_mean"},
-        'loss.aggregate = "token_mean": allowed only "sequence_mean" with loss.name = "gspo", because this loss '
+        'loss.aggregate = "token_mean": must be "sequence_mean" with loss.name = "gspo", because this loss '
         "has one ratio per answer, and any other aggregate would weight answers by their length",
     ),
     "overlong": (

@@ -147,7 +147,7 @@ def test_batch_arithmetic_that_cannot_hold_is_refused_by_name(toml, text, told):
     [
         (
             '[run]\nexact = true\n[rollout]\nengine = "vllm"\n',
-            'run.toml:4: rollout.engine = "vllm": allowed only "embedded" with run.exact = true, because',
+            'run.toml:4: rollout.engine = "vllm": must be "embedded" with run.exact = true, because',
         ),
         (
             '[rollout]\nkv = "stale"\nengine = "paced"\n[schedule]\nmode = "overlap"\n',

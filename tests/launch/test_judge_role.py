@@ -15,7 +15,7 @@ from offbeat.cli.main import main
 def test_where_nobody_can_join_rewards_need_processes(words, why, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main([*words, "--reward.processes=0"]) == 2
-    assert capsys.readouterr().err == f"offbeat: reward.processes = 0: allowed 1 or more here, because {why}\n"
+    assert capsys.readouterr().err == f"offbeat: reward.processes = 0: must be 1 or more here, because {why}\n"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -53,7 +53,7 @@ def test_a_weight_of_a_part_that_no_reward_gives_is_refused_by_its_key():
 
 
 def test_a_part_may_not_be_named_like_the_penalty_where_there_is_one():
-    with pytest.raises(UserError, match=r"^reward\.overlong_tokens = 4: a reward gives a part named 'overlong', as"):
+    with pytest.raises(UserError, match=r"^reward\.overlong_tokens = 4: a reward gives a part named 'overlong', which"):
         Shaping(max_new_tokens=8, overlong_tokens=4).check_names({"overlong"})
     Shaping().check_names({"overlong"})
 

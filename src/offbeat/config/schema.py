@@ -254,12 +254,12 @@ def schedule_holds_together(config: Config) -> None:
         )
     if config.run.exact and mode == "overlap":
         raise ValueError(
-            'schedule.mode = "overlap": allowed only "alternate" with run.exact = true, because otherwise the '
+            'schedule.mode = "overlap": must be "alternate" with run.exact = true, because otherwise the '
             "order of training would depend on which worker was faster"
         )
     if config.run.exact and bound > 0:
         raise ValueError(
-            f"schedule.max_staleness = {bound}: allowed only 0 with run.exact = true, because otherwise the order of "
+            f"schedule.max_staleness = {bound}: must be 0 with run.exact = true, because otherwise the order of "
             "training would depend on which worker was faster"
         )
     if isinstance(factor, float) and factor > bound + 1:
@@ -270,7 +270,7 @@ def schedule_holds_together(config: Config) -> None:
         )
     if schedule.new_version == "finish" and mode != "overlap":
         raise ValueError(
-            'schedule.new_version = "finish": allowed only with schedule.mode = "overlap", because with "alternate" no '
+            'schedule.new_version = "finish": works only with schedule.mode = "overlap", because with "alternate" no '
             'request is running when weights are loaded; set schedule.mode = "overlap"'
         )
 
@@ -284,7 +284,7 @@ def engine_can_do_it(config: Config) -> None:
         )
     if config.run.exact and rollout.engine in SERVED:
         raise ValueError(
-            f'rollout.engine = "{rollout.engine}": allowed only "embedded" with run.exact = true, because a '
+            f'rollout.engine = "{rollout.engine}": must be "embedded" with run.exact = true, because a '
             "server's answers depend on the other requests that it computes at the same time"
         )
     if rollout.kv == "stale":
@@ -350,7 +350,7 @@ def loss_is_known(config: Config) -> None:
             )
     if chosen.policy == "sequence_clip" and chosen.aggregate != "sequence_mean":
         raise ValueError(
-            f'loss.aggregate = "{chosen.aggregate}": allowed only "sequence_mean" with loss.name = "{loss.name}", '
+            f'loss.aggregate = "{chosen.aggregate}": must be "sequence_mean" with loss.name = "{loss.name}", '
             "because this loss has one ratio per answer, and any other aggregate would weight answers by their length"
         )
     if config.reward.overlong_tokens >= config.rollout.max_new_tokens:
@@ -790,8 +790,8 @@ class WeightsConfig(Section):
     deltas: Literal["auto", "always", "never"] = free("auto")
     """Publish sparse, signed weight deltas. auto: if workers on other machines can join; always: for all workers."""
     store: str | None = free(None)
-    """Folder or URL for weights that all roles reach, such as s3://bucket/run. Without it, the coordinator serves the
-    weights."""
+    """Where weights are kept: a folder or URL that all roles can reach, such as s3://bucket/run. Without it, the
+    coordinator serves the weights."""
 
 
 class LogConfig(Section):

@@ -158,7 +158,7 @@ def need_processes(config: Config, why: str) -> None:
     """Raises a `UserError` if reward.processes = 0, for a run that judges cannot join: nothing would compute its
     rewards. `why` is the end of the error's message, which says why judges cannot join, and what to do."""
     if not config.reward.processes:
-        raise UserError(f"reward.processes = 0: allowed 1 or more here, because {why}")
+        raise UserError(f"reward.processes = 0: must be 1 or more here, because {why}")
 
 
 @dataclass(frozen=True)

@@ -464,8 +464,8 @@ class Shaping:
                 )
         if self.overlong_tokens and OVERLONG in names:
             raise UserError(
-                f"reward.overlong_tokens = {self.overlong_tokens}: a reward gives a part named {OVERLONG!r}, as the "
-                "penalty for long answers is named; rename that part, or set reward.overlong_tokens = 0"
+                f"reward.overlong_tokens = {self.overlong_tokens}: a reward gives a part named {OVERLONG!r}, "
+                "which is the name of the penalty for long answers; rename that part, or set reward.overlong_tokens = 0"
             )
 
 

@@ -148,8 +148,9 @@ class ShardedPolicy(Policy):
         )
         if not self.usage.packs:
             raise UserError(
-                f"model.path: {kind_of(model)} {self.usage.obstacle or 'cannot be run over packed rows'}, so ranks "
-                "would make different numbers of passes; set trainer.ranks = 1"
+                f"model.path: {kind_of(model)} {self.usage.obstacle or 'cannot be run over packed rows'}, so it "
+                "cannot be trained on several ranks: they would run different numbers of passes and wait for each "
+                "other; set trainer.ranks = 1"
             )
         for unit in _units(model):
             if hasattr(unit, "set_reduce_scatter_unused_params"):  # from torch 2.13 on

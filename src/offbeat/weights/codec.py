@@ -97,7 +97,7 @@ class Streams:
         stored, self.view = rest[:length], rest[length:]
         data = self._unpacked(stored, num_bytes) if compressed else stored
         if len(data) != num_bytes:
-            raise CodecError(f"a stream of the code has {len(data)} bytes; it must have {num_bytes}")
+            raise CodecError(f"a stream of the encoded tensor has {len(data)} bytes; it must have {num_bytes}")
         return np.frombuffer(data, np.uint8)
 
     def next_planes(self, num_items: int, item_bytes: int) -> np.ndarray:
@@ -118,7 +118,7 @@ class Streams:
 
     def end(self) -> None:
         if len(self.view):
-            raise CodecError(f"the code has {len(self.view)} bytes left over after its last stream")
+            raise CodecError(f"the encoded tensor has {len(self.view)} bytes after its last stream, where it must end")
 
 
 # The sparse code: positions of changed elements of two bytes, and their differences.
