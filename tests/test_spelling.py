@@ -22,6 +22,6 @@ def test_a_swap_wins_in_short_names_too():
 
 
 def test_few_allowed_values_are_listed_beside_the_nearest():
-    assert suggest("gpro", LOSSES, lists_few=True) == f"did you mean 'grpo'? allowed {', '.join(LOSSES)}"
+    assert suggest("gpro", LOSSES, lists_few=True) == f"did you mean 'grpo'? there are {', '.join(LOSSES)}"
     assert suggest("gpro", LOSSES) == "did you mean 'grpo'?"
     assert suggest("n1", [f"n{i}x" for i in range(99)], lists_few=True).endswith("?")

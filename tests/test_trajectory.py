@@ -64,14 +64,17 @@ BAD = {
     "a given segment with a KV version": (Segment(2, np.arange(1), origin=Origin.GIVEN, kv_version=1), "or kv_version"),
     "an array of another length": (sampled(2, arrays={"routing": np.zeros(3)}), "array 'routing' has 3 rows"),
     "an array without rows": (sampled(2, arrays={"routing": np.array(1.0)}), "has no rows for 2 tokens"),
-    "an array of objects": (sampled(2, arrays={"x": np.array([None, None])}), "allowed little-endian numbers"),
-    "an array of texts": (sampled(2, arrays={"x": np.array(["a", "b"])}), "allowed little-endian numbers"),
-    "an array of complex numbers": (sampled(2, arrays={"x": np.zeros(2, np.complex64)}), "allowed little-endian"),
-    "an array the wrong way round": (sampled(2, arrays={"x": np.zeros(2, ">f4")}), "allowed little-endian"),
-    "an array with large rows": (sampled(2, arrays={"x": np.zeros((2, 513))}), "8208 bytes for 2 tokens; allowed 4096"),
-    "too many arrays": (sampled(2, arrays={f"a{i}": np.zeros(2) for i in range(9)}), "9 arrays; allowed 8"),
-    "an array with a name like a path": (sampled(2, arrays={"../x": np.zeros(2)}), "array name '../x': allowed"),
-    "an array with a long name": (sampled(2, arrays={"x" * 33: np.zeros(2)}), "allowed up to 32"),
+    "an array of objects": (sampled(2, arrays={"x": np.array([None, None])}), "must hold little-endian numbers"),
+    "an array of texts": (sampled(2, arrays={"x": np.array(["a", "b"])}), "must hold little-endian numbers"),
+    "an array of complex numbers": (sampled(2, arrays={"x": np.zeros(2, np.complex64)}), "must hold little-endian"),
+    "an array the wrong way round": (sampled(2, arrays={"x": np.zeros(2, ">f4")}), "must hold little-endian"),
+    "an array with large rows": (
+        sampled(2, arrays={"x": np.zeros((2, 513))}),
+        "8208 bytes for 2 tokens; the limit is 4096",
+    ),
+    "too many arrays": (sampled(2, arrays={f"a{i}": np.zeros(2) for i in range(9)}), "9 arrays; the limit is 8"),
+    "an array with a name like a path": (sampled(2, arrays={"../x": np.zeros(2)}), "array name '../x': must be"),
+    "an array with a long name": (sampled(2, arrays={"x" * 33: np.zeros(2)}), "must be up to 32"),
 }
 
 

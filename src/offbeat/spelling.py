@@ -25,8 +25,8 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
     return plain[found[0]] if found else None
 
 
-def suggest(word: str, choices: Iterable[str], before: str = "allowed", *, lists_few: bool = False) -> str:
-    """Returns a hint such as `did you mean 'number'?` or `allowed exact, math, number`. `before` begins a list of
+def suggest(word: str, choices: Iterable[str], before: str = "there are", *, lists_few: bool = False) -> str:
+    """Returns a hint such as `did you mean 'number'?` or `there are exact, math, number`. `before` begins a list of
     choices. With `lists_few`, a list of at most `FEW` choices also follows the most similar name."""
     names = list(choices)
     if near := nearest(word, names):

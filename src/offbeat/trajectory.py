@@ -137,7 +137,9 @@ class Trajectory:
         if self.end is not None:
             raise refuse(f'the trajectory has already ended: its end is "{self.end.value}"')
         if segment.tokens.ndim != 1 or count == 0:
-            raise refuse(f"its tokens have shape {segment.tokens.shape}; allowed one dimension and at least one token")
+            raise refuse(
+                f"its tokens have shape {segment.tokens.shape}; they must have one dimension and at least one token"
+            )
         if segment.start != self.num_tokens:
             raise refuse(f"it must start at {self.num_tokens}, where the previous segment ended")
         if segment.end > self.max_new_tokens:
@@ -255,19 +257,21 @@ def _given_problem(segment: Segment) -> str | None:
 def _arrays_problem(arrays: Mapping[str, np.ndarray], count: int) -> str | None:
     """Returns why a segment of `count` tokens cannot have these arrays; None if it can."""
     if len(arrays) > MAX_ARRAYS:
-        return f"it has {len(arrays)} arrays; allowed {MAX_ARRAYS}"
+        return f"it has {len(arrays)} arrays; the limit is {MAX_ARRAYS}"
     for name, array in arrays.items():
         if re.fullmatch(ARRAY_NAME, name) is None:
-            return f"array name {name[:40]!r}: allowed up to 32 lower-case letters, digits and '_', a letter first"
+            return f"array name {name[:40]!r}: must be up to 32 lower-case letters, digits and '_', a letter first"
         if array.dtype.kind not in ARRAY_KINDS or array.itemsize > 8 or array.dtype.str.startswith(">"):
-            return f"array {name!r} has dtype {array.dtype.str[:20]}; allowed little-endian numbers of up to 8 bytes"
+            return (
+                f"array {name!r} has dtype {array.dtype.str[:20]}; it must hold little-endian numbers of up to 8 bytes"
+            )
         if array.ndim == 0 or len(array) != count:
             return (
                 f"array {name!r} has {len(array) if array.ndim else 'no'} rows for {count} tokens; each token needs one"
             )
     num_bytes = sum(array.nbytes for array in arrays.values())
     if num_bytes > MAX_ARRAY_BYTES * count:
-        return f"its arrays take {num_bytes} bytes for {count} tokens; allowed {MAX_ARRAY_BYTES} bytes per token"
+        return f"its arrays take {num_bytes} bytes for {count} tokens; the limit is {MAX_ARRAY_BYTES} bytes per token"
     return None
 
 
@@ -408,4 +412,4 @@ def total_problem(rewards: Sequence[Reward]) -> str | None:
 
 
 def _too_large(value: float) -> str:
-    return f"{float(value)!r}; allowed -{MAX_REWARD:g} to {MAX_REWARD:g}"
+    return f"{float(value)!r}; it must be -{MAX_REWARD:g} to {MAX_REWARD:g}"

@@ -50,13 +50,14 @@ def offbeat(tmp_path):
         ("[batch]\ngroup_sise = 16\n", "run.toml:2: batch.group_sise = 16: unknown key; did you mean group_size?"),
         (
             "[optimizer]\nschedule = 'cosin'\n",
-            'run.toml:2: optimizer.schedule = "cosin": allowed "constant", "linear", "cosine"; did you mean "cosine"?',
+            'run.toml:2: optimizer.schedule = "cosin": must be "constant", "linear" or "cosine"; '
+            'did you mean "cosine"?',
         ),
         (
             "[batch]\ngroup_size = '16'\n",
             'run.toml:2: batch.group_size = "16": wants a whole number, not text; write it without quotes',
         ),
-        ("[loss]\nclip_low = 1.5\n", "run.toml:2: loss.clip_low = 1.5: allowed more than 0 and less than 1"),
+        ("[loss]\nclip_low = 1.5\n", "run.toml:2: loss.clip_low = 1.5: must be more than 0 and less than 1"),
         (
             "[batch]\ngroups_per_step = 8\nupdates_per_step = 3\n",
             "run.toml:3: batch.updates_per_step = 3: must divide batch.groups_per_step = 8, because each update trains "

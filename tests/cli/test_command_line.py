@@ -75,9 +75,9 @@ def test_a_second_process_on_the_same_run_is_refused_by_the_real_command():
 @pytest.mark.parametrize(
     "text, told",
     [
-        ("[optimizer]\nschedule = 'cosin'\n", 'run.toml:2: optimizer.schedule = "cosin": allowed "constant"'),
+        ("[optimizer]\nschedule = 'cosin'\n", 'run.toml:2: optimizer.schedule = "cosin": must be "constant"'),
         ("[run]\nsteps = 'many'\n", 'run.toml:2: run.steps = "many": wants a whole number, not text'),
-        ("[batch]\ngroup_size = -1\n", "run.toml:2: batch.group_size = -1: allowed 2 or more"),
+        ("[batch]\ngroup_size = -1\n", "run.toml:2: batch.group_size = -1: must be 2 or more"),
         ("[batch]\nupdates_per_step = 3\n", "run.toml:2: batch.updates_per_step = 3: must divide"),
         ("[run]\nsteps = \n", "run.toml:2: is not TOML near 'steps =': invalid value"),
         ("[[task]]\nsource = 'file'\npath = 'x.jsonl'\n", 'task.path = "x.jsonl": no such file or folder; relative'),
@@ -123,7 +123,7 @@ def test_a_misspelt_file_or_model_is_answered_with_the_one_that_is_there(refused
         (["train", "--temperature", "0"], "--temperature: unknown option; TRL's temperature is --rollout.temperature"),
         (["train", "--resum"], "--resum: unknown option; did you mean --resume?"),
         (["train", "a.toml", "b.toml"], "b.toml: offbeat train takes no further argument"),
-        (["train", "--name", "a/b"], '--run.name = "a/b": allowed letters'),
+        (["train", "--name", "a/b"], '--run.name = "a/b": must consist of letters'),
         (["train", "--resume"], "runs: holds no run yet; offbeat train starts one"),
         (["train", "--resume", "runs/a"], "runs/a: there is no such run"),
         (["train", "--from-scratch"], "--from-scratch goes only with --resume"),
@@ -134,7 +134,7 @@ def test_a_misspelt_file_or_model_is_answered_with_the_one_that_is_there(refused
             ["eval", "a.toml"],
             "a.toml: is a configuration, not a run or a model; give the model, then the configuration",
         ),
-        (["eval", "offbeat-tiny", "--prompts", "0"], "--eval.prompts = 0: allowed 1 or more"),
+        (["eval", "offbeat-tiny", "--prompts", "0"], "--eval.prompts = 0: must be 1 or more"),
         (["export", "runs/a", "out"], "runs/a: there is no such run"),
         (["export", "runs/a", "--adapter", "out"], "runs/a: there is no such run"),
         (

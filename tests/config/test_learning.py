@@ -121,7 +121,7 @@ def refusal(keys: dict) -> str:
 REFUSALS = {
     "group": (
         {"batch.min_group": 9},
-        "batch.min_group = 9: allowed 2 to batch.group_size = 8",
+        "batch.min_group = 9: must be 2 to batch.group_size = 8",
     ),
     "updates": (
         {"batch.updates_per_step": 5},
@@ -129,25 +129,25 @@ REFUSALS = {
     ),
     "warmup": (
         {"optimizer.warmup_steps": 301},
-        "optimizer.warmup_steps = 301: allowed 0 to run.steps = 300",
+        "optimizer.warmup_steps = 301: must be 0 to run.steps = 300",
     ),
     "over-provision without staleness": (
         {"schedule.over_provision": 1.5},
-        "schedule.over_provision = 1.5: allowed 1 with schedule.max_staleness = 0, because surplus groups "
+        "schedule.over_provision = 1.5: must be 1 with schedule.max_staleness = 0, because surplus groups "
         "would be too old to train; raise schedule.max_staleness",
     ),
     "over-provision beyond the bound": (
         {"schedule.max_staleness": 1, "schedule.over_provision": 2.5},
-        "schedule.over_provision = 2.5: allowed 1 to 2 with schedule.max_staleness = 1, because surplus "
+        "schedule.over_provision = 2.5: must be 1 to 2 with schedule.max_staleness = 1, because surplus "
         "groups would be too old to train; raise schedule.max_staleness",
     ),
     "under-provision": (
         {"schedule.over_provision": 0.5},
-        'schedule.over_provision = 0.5: allowed 1 or more, or "auto"',
+        'schedule.over_provision = 0.5: must be 1 or more, or "auto"',
     ),
     "misspelt factor": (
         {"schedule.over_provision": "outo"},
-        'schedule.over_provision = "outo": allowed 1 or more, or "auto"',
+        'schedule.over_provision = "outo": must be 1 or more, or "auto"',
     ),
     "finish, alternate": (
         {"schedule.new_version": "finish"},
@@ -156,7 +156,7 @@ REFUSALS = {
     ),
     "overlap": (
         {**OVERLAP, "schedule.max_staleness": 0},
-        'schedule.max_staleness = 0: allowed 1 or more with schedule.mode = "overlap", because tokens are '
+        'schedule.max_staleness = 0: must be 1 or more with schedule.mode = "overlap", because tokens are '
         "generated while an earlier step trains",
     ),
     "exact overlap": (
@@ -171,7 +171,7 @@ REFUSALS = {
     ),
     "exact slots": (
         {"rollout.slots": 15, "run.exact": True},
-        "rollout.slots = 15: allowed 16 or more with run.exact = true, because with fewer slots the last "
+        "rollout.slots = 15: must be 16 or more with run.exact = true, because with fewer slots the last "
         "bits of a result depend on how many are in use",
     ),
     "exact server": (
@@ -201,12 +201,12 @@ REFUSALS = {
     ),
     "name": (
         {"loss.name": "grpp"},
-        "loss.name = \"grpp\": no such loss; did you mean 'grpo'? allowed grpo, dr_grpo, dapo, gspo, cispo, rloo, "
+        "loss.name = \"grpp\": no such loss; did you mean 'grpo'? there are grpo, dr_grpo, dapo, gspo, cispo, rloo, "
         "reinforce, reinforce++, ppo (your own: module:function or file.py:function)",
     ),
     "advantage": (
         {"loss.advantage": "grop"},
-        "loss.advantage = \"grop\": no such advantage; did you mean 'group'? allowed group, mean, leave_one_out, "
+        "loss.advantage = \"grop\": no such advantage; did you mean 'group'? there are group, mean, leave_one_out, "
         "siblings, batch, gae (your own: module:function or file.py:function)",
     ),
     "sequence ratio": (
@@ -216,7 +216,7 @@ REFUSALS = {
     ),
     "overlong": (
         {"reward.overlong_tokens": 32},
-        "reward.overlong_tokens = 32: allowed less than rollout.max_new_tokens = 32",
+        "reward.overlong_tokens = 32: must be less than rollout.max_new_tokens = 32",
     ),
     "no signal": (
         {"loss.name": "reinforce", "batch.drop_no_signal": True},
@@ -244,7 +244,7 @@ REFUSALS = {
     ),
     "siblings within a batch": (
         {"batch.gate": "batch", "loss.advantage": "mean"},
-        'loss.advantage = "mean": allowed batch, gae with batch.gate = "batch", because it compares answers to one '
+        'loss.advantage = "mean": must be batch or gae with batch.gate = "batch", because it compares answers to one '
         'prompt; leave it out, or set batch.gate = "release"',
     ),
     "uncorrected": (

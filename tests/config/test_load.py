@@ -91,21 +91,22 @@ def test_a_resolved_configuration_survives_json(tmp_path):
         ("lr = 1e-5\n", "run.toml:1: lr = 1e-05: unknown key; did you mean optimizer.lr?"),
         (
             "[eval]\nzzz = 1\n",
-            "run.toml:2: eval.zzz = 1: unknown key; allowed every, prompts, samples, temperature, top_p",
+            "run.toml:2: eval.zzz = 1: unknown key; the section has every, prompts, samples, temperature, top_p",
         ),
         (
             '[optimizer]\nschedule = "cosin"\n',
-            'run.toml:2: optimizer.schedule = "cosin": allowed "constant", "linear", "cosine"; did you mean "cosine"?',
+            'run.toml:2: optimizer.schedule = "cosin": must be "constant", "linear" or "cosine"; '
+            'did you mean "cosine"?',
         ),
         (
             '[[task]]\nsource = "arithmetik"\n',
-            'run.toml:2: task.source = "arithmetik": allowed "arithmetic", "reasoning-gym", "file", "dataset", '
-            '"function"; did you mean "arithmetic"?',
+            'run.toml:2: task.source = "arithmetik": must be "arithmetic", "reasoning-gym", "file", "dataset" '
+            'or "function"; did you mean "arithmetic"?',
         ),
-        ("[batch]\ngroup_size = 0\n", "run.toml:2: batch.group_size = 0: allowed 2 or more"),
-        ("[task]\nsource='arithmetic'\nlevel = 9\n", "run.toml:3: task.level = 9: allowed 1 to 5"),
-        ("[loss]\nclip_low = 1.0\n", "run.toml:2: loss.clip_low = 1.0: allowed more than 0 and less than 1"),
-        ("[optimizer]\nlr = nan\n", "run.toml:2: optimizer.lr = NaN: allowed any finite number"),
+        ("[batch]\ngroup_size = 0\n", "run.toml:2: batch.group_size = 0: must be 2 or more"),
+        ("[task]\nsource='arithmetic'\nlevel = 9\n", "run.toml:3: task.level = 9: must be 1 to 5"),
+        ("[loss]\nclip_low = 1.0\n", "run.toml:2: loss.clip_low = 1.0: must be more than 0 and less than 1"),
+        ("[optimizer]\nlr = nan\n", "run.toml:2: optimizer.lr = NaN: must be a finite number"),
         (
             '[batch]\ngroup_size = "16"\n',
             'run.toml:2: batch.group_size = "16": wants a whole number, not text; write it without quotes',
@@ -113,14 +114,17 @@ def test_a_resolved_configuration_survives_json(tmp_path):
         ("[run]\nname = 7\n", "run.toml:2: run.name = 7: wants text, not a whole number; put it in quotes"),
         ("[run]\nsteps = 1.5\n", "run.toml:2: run.steps = 1.5: wants a whole number, not a number with a fraction"),
         ("batch = 3\n", "run.toml:1: batch = 3: wants a table, not a whole number"),
-        ("[run]\nname = 'a/b'\n", "run.toml:2: run.name = \"a/b\": allowed letters, digits, '.', '_' and '-', with"),
+        (
+            "[run]\nname = 'a/b'\n",
+            "run.toml:2: run.name = \"a/b\": must consist of letters, digits, '.', '_' and '-', with",
+        ),
         ("[[task]]\nsource = 'file'\n", "run.toml:1: task.path: is missing; give it a value"),
-        ("[[task]]\nlevel = 3\n", "run.toml:1: [[task]]: source is missing; allowed"),
+        ("[[task]]\nlevel = 3\n", "run.toml:1: [[task]]: source is missing; it must be"),
         ("[[task]]\nsorce = 'file'\n", "run.toml:1: [[task]]: source is missing; is sorce a misspelling of it?"),
-        ("task = []\n", "run.toml:1: task = []: allowed 1 or more"),
+        ("task = []\n", "run.toml:1: task = []: must have 1 or more entries"),
         (
             "[log]\nsinks = ['wandbb']\n",
-            'run.toml:2: log.sinks.0 = "wandbb": allowed "tensorboard", "wandb", "trackio"',
+            'run.toml:2: log.sinks.0 = "wandbb": must be "tensorboard", "wandb" or "trackio"',
         ),
         ("[run]\nsteps = 3\n[loss\n", "run.toml:3: is not TOML near '[loss': expected ']'"),
         ("[run]\nname = '''", "run.toml:2: is not TOML near"),
@@ -133,9 +137,9 @@ def test_a_wrong_file_is_told_in_one_line_with_its_place(toml, text, told):
 @pytest.mark.parametrize(
     "text, told",
     [
-        ("[batch]\nmin_group = 9\n", "run.toml:2: batch.min_group = 9: allowed 2 to batch.group_size = 8"),
+        ("[batch]\nmin_group = 9\n", "run.toml:2: batch.min_group = 9: must be 2 to batch.group_size = 8"),
         ("[batch]\nupdates_per_step = 5\n", "run.toml:2: batch.updates_per_step = 5: must divide"),
-        ("[optimizer]\nwarmup_steps = 301\n", "run.toml:2: optimizer.warmup_steps = 301: allowed 0 to run.steps = 300"),
+        ("[optimizer]\nwarmup_steps = 301\n", "run.toml:2: optimizer.warmup_steps = 301: must be 0 to run.steps = 300"),
     ],
 )
 def test_batch_arithmetic_that_cannot_hold_is_refused_by_name(toml, text, told):
@@ -162,8 +166,8 @@ def test_batch_arithmetic_that_cannot_hold_is_refused_by_name(toml, text, told):
             'run.toml:2: engine.url = "http://there:8000": cannot be used with rollout.engine = "auto"; set '
             'rollout.engine to "vllm" or "sglang", the program that serves this URL',
         ),
-        ("[rollout]\nkv_lag = 0\n", "run.toml:2: rollout.kv_lag = 0: allowed 1 or more"),
-        ("[engine]\nmemory_share = 1.0\n", "run.toml:2: engine.memory_share = 1.0: allowed more than 0 and less"),
+        ("[rollout]\nkv_lag = 0\n", "run.toml:2: rollout.kv_lag = 0: must be 1 or more"),
+        ("[engine]\nmemory_share = 1.0\n", "run.toml:2: engine.memory_share = 1.0: must be more than 0 and less"),
     ],
 )
 def test_what_an_engine_cannot_do_is_refused_by_name(toml, text, told):
@@ -180,7 +184,7 @@ def test_a_server_may_be_handed_more_words_for_its_command_line():
 def test_of_several_mistakes_the_first_is_told_and_the_others_are_named(toml):
     text = refusal(toml("[optimizer]\nlr = 0\n[batch]\ngroup_size = 0\ngroups = 3\n"))
     others = "batch.group_size in line 4, batch.groups in line 5"
-    assert text == f"run.toml:2: optimizer.lr = 0: allowed more than 0 (and 2 more: {others})"
+    assert text == f"run.toml:2: optimizer.lr = 0: must be more than 0 (and 2 more: {others})"
 
 
 def test_a_misspelt_key_is_told_before_the_key_that_it_leaves_missing(toml):
@@ -220,7 +224,7 @@ def test_data_and_rewards_in_place_of_a_configuration_are_told_where_they_belong
             ["--task.source=file", "--task.path=x.jsonl", "--task.reward=exact", "--task.level=3"],
             '--task.level = 3: unknown key; source = "file" has no key level, only weight, ',
         ),
-        (["--loss.name=gpro"], "--loss.name = \"gpro\": no such loss; did you mean 'grpo'? allowed grpo, dr_grpo, "),
+        (["--loss.name=gpro"], "--loss.name = \"gpro\": no such loss; did you mean 'grpo'? there are grpo, dr_grpo, "),
         (["--task.2.level", "1"], "--task.2.level: there is no task.1 yet; give the next task that number"),
         (["--task.1.source=arithmetic", "--task.level=3"], "--task.level: there are 2 tasks; name one, as in --task.0"),
         (["--run.steps.x=1"], "--run.steps.x: run.steps is a single value"),
@@ -302,7 +306,7 @@ def test_over_provision_is_a_number_or_left_to_the_run(words, factor, stops):
 
 def test_a_word_that_is_like_no_other_is_told_without_a_guess(toml):
     text = refusal(toml('[optimizer]\nschedule = "xyz"\n'))
-    assert text == 'run.toml:2: optimizer.schedule = "xyz": allowed "constant", "linear", "cosine"'
+    assert text == 'run.toml:2: optimizer.schedule = "xyz": must be "constant", "linear" or "cosine"'
 
 
 def test_a_mistake_of_a_kind_that_has_no_words_of_its_own_is_named_by_its_kind():

@@ -98,5 +98,5 @@ def test_the_paced_engine_is_for_tests_alone(monkeypatch):
         '--rollout.engine = "paced" is only for tests, because the paced engine has no model; set it to "auto", '
         '"embedded", "vllm" or "sglang" (tests set OFFBEAT_TESTING=1)'
     )
-    with pytest.raises(UserError, match='allowed "auto", "embedded", "vllm", "sglang"; did you mean "vllm"'):
+    with pytest.raises(UserError, match='must be "auto", "embedded", "vllm" or "sglang"; did you mean "vllm"'):
         load(None, ["--rollout.engine", "vlm"])

@@ -152,7 +152,7 @@ def test_what_a_judge_held_when_it_left_another_gets_at_once(tmp_path):
 @pytest.mark.parametrize(
     "told, why",
     [
-        (RewardResult(math.nan, rewards=(Reward(math.nan),)), "nan; allowed -1e"),
+        (RewardResult(math.nan, rewards=(Reward(math.nan),)), "nan; it must be -1e"),
         (RewardResult(math.inf, rewards=(Reward(1.0), Reward(math.inf, "style"))), "'style' is inf"),
         (RewardResult(1e200, rewards=(Reward(1.0), Reward(1e200, "b"))), "'b' is 1e\\+200"),
         (RewardResult(-1.5e6, rewards=(Reward(-1.5e6),)), "'reward' is -1500000.0"),

@@ -53,7 +53,7 @@ def test_parts_that_come_to_too_much_by_their_weights_are_a_failure_of_the_rewar
     for purpose, earned in {Purpose.TRAIN: 1799999.5, Purpose.EVAL: 1800000.0}.items():
         (found,) = made.scored([sample(purpose)], [parts])
         assert found.rewards is None
-        assert found.error == f"value: the weighted sum is {earned}; allowed -1e+06 to 1e+06"
+        assert found.error == f"value: the weighted sum is {earned}; it must be -1e+06 to 1e+06"
     assert (made.num_failed, made.watch.num_failed) == (2, 2)
 
 

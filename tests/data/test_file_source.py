@@ -152,7 +152,7 @@ def test_missing_and_strange_files_are_named(tmp_path):
     (tmp_path / "bad.parquet").write_text("no")
     assert "did you mean 'train.jsonl'?" in refusal(open_file, str(tmp_path / "trian.jsonl"))
     assert "there is no such file" in refusal(open_file, str(tmp_path / "nowhere" / "x.jsonl"))
-    assert "allowed .jsonl, .ndjson and .parquet files; convert it" in refusal(open_file, str(tmp_path / "train.csv"))
+    assert "must be a .jsonl, .ndjson or .parquet file; convert it" in refusal(open_file, str(tmp_path / "train.csv"))
     assert refusal(open_file, str(tmp_path / "arr.json")).endswith(
         "convert it, as with pandas.read_json(PATH).to_json('rows.jsonl', orient='records', lines=True)"
     )

@@ -153,7 +153,7 @@ def test_segments_carry_worker_and_fingerprint():
     "request_, why",
     [
         (ask(tokens(1, 3), max_new_tokens=0), "max_new_tokens = 0"),
-        (ask([1, 2, 96]), "token ids range from 1 to 96: allowed 0 to 95"),
+        (ask([1, 2, 96]), "token ids range from 1 to 96; they must be 0 to 95"),
         (ask([-1, 2]), "token ids range from -1 to 2"),
         (ask([1], temperature=-1.0), "temperature >= 0"),
         (ask([1], top_p=0.0), "0 < top_p <= 1"),
@@ -193,7 +193,7 @@ def test_nothing_is_generated_before_a_version_is_loaded(tmp_path):
 
 
 def test_exact_needs_sixteen_slots():
-    with pytest.raises(EngineError, match=r"rollout\.slots = 8: allowed 16 or more"):
+    with pytest.raises(EngineError, match=r"rollout\.slots = 8: must be 16 or more"):
         EmbeddedEngine(tiny_model(), num_slots=8, max_context_tokens=64, exact=True)
 
 

@@ -24,7 +24,7 @@ def test_without_adapters_a_server_takes_none():
 @pytest.mark.parametrize(
     ("keys", "machine", "told"),
     [
-        ({"model__lora_rank": 600}, CPU, 'model.lora_rank = 600: allowed up to 512 with rollout.engine = "vllm"'),
+        ({"model__lora_rank": 600}, CPU, 'model.lora_rank = 600: must be at most 512 with rollout.engine = "vllm"'),
         ({"model__dtype": "float32"}, GPU, 'model.dtype = "float32" cannot be used with model.lora_rank = 8'),
     ],
 )

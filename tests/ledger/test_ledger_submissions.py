@@ -107,7 +107,7 @@ def test_keys_and_values_of_older_weights_are_refused_beyond_the_lag_that_a_run_
             ledger.admit(new_groups(ledger, 1, require_version=None))
             task = ledger.lease("w", 1, 1)[0]
             (found,) = ledger.submit([handed(of_tokens(task, [STOP], End.STOP, number=1, kv_version=0))])
-            assert found == outcome or "KV cache is 1 versions older than its weights; allowed 0" in str(found)
+            assert found == outcome or "KV cache is 1 versions older than its weights; the limit is 0" in str(found)
 
 
 def of_tokens(task, tokens: list[int], end: End | None, number: int = 0, kv_version: int | None = None) -> Trajectory:

@@ -24,7 +24,7 @@ def test_a_device_that_is_not_there_is_refused_with_what_is(name):
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:-1", "tpu", ""])
 def test_a_name_that_is_no_device_is_refused_with_what_is_allowed(name):
-    with pytest.raises(UserError, match="allowed are auto, cpu, cuda, cuda:N and mps"):
+    with pytest.raises(UserError, match="must be auto, cpu, cuda, cuda:N or mps"):
         devices.pick_device(name)
 
 

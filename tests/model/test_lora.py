@@ -106,7 +106,7 @@ def test_all_linear_layers_but_the_output_get_an_adapter_unless_some_are_named()
 
 @pytest.mark.parametrize(
     "target, told",
-    [("qproj", "did you mean 'q_proj'"), ("mlp", "allowed down_proj, gate_proj"), ("proj", "no linear layer")],
+    [("qproj", "did you mean 'q_proj'"), ("mlp", "there are down_proj, gate_proj"), ("proj", "no linear layer")],
 )
 def test_a_target_that_does_not_exist_is_refused_with_the_nearest(target, told):
     with pytest.raises(UserError, match=f"model.lora_targets = '{target}': .*{told}"):

@@ -125,8 +125,8 @@ def test_slow_samples_each_have_the_whole_deadline(tmp_path):
         ("bad_part", "value: the reward returned nan as 'right'; return a finite number"),
         ("no_parts", "value: the reward returned an empty dict; return a number, or numbers by name"),
         ("big", "raised: OverflowError: int too large to convert to float"),
-        ("value 1e200", "value: 'reward' is 1e+200; allowed -1e+06 to 1e+06"),
-        ("value -1000002", "value: 'reward' is -1000002.0; allowed -1e+06 to 1e+06"),
+        ("value 1e200", "value: 'reward' is 1e+200; it must be -1e+06 to 1e+06"),
+        ("value -1000002", "value: 'reward' is -1000002.0; it must be -1e+06 to 1e+06"),
     ],
 )
 def test_what_is_no_finite_number_is_an_error_that_names_it(tmp_path, response, error):

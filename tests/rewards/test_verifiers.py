@@ -79,7 +79,7 @@ def test_a_parser_that_reads_no_latex_is_told_before_every_answer_is_wrong(monke
 def test_an_unknown_reward_gets_the_nearest_spelling_or_the_list():
     with pytest.raises(UserError, match="did you mean 'exact'"):
         load_reward("exactly")
-    with pytest.raises(UserError, match="allowed exact, number, math, gym"):
+    with pytest.raises(UserError, match="there are exact, number, math, gym"):
         load_reward("zzz")
 
 

@@ -47,7 +47,7 @@ def test_conditions_and_order_are_the_callers(run: Path):
     assert [row["task"] for row in read_trajectories(run, step=1, newest_first=False, limit=3)] == [1, 2, 3]
     assert read_trajectories(run, purpose="eval") == []
     assert read_trajectories(run, worker="nobody") == []
-    with pytest.raises(UserError, match=r'^purpose = "training": allowed "train", "eval", or None for both$'):
+    with pytest.raises(UserError, match=r'^purpose = "training": must be "train", "eval", or None for both$'):
         read_trajectories(run, purpose="training")
     best = max(row["reward"] for row in read_trajectories(run))
     assert {row["reward"] for row in read_trajectories(run, min_reward=best)} == {best}

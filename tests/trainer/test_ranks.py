@@ -96,5 +96,5 @@ def test_a_place_is_read_from_torchruns_environment():
     assert (place.address, place.port, place.has_agent_store) == ("a", 1, False)
     with pytest.raises(UserError, match="RANK, MASTER_PORT must be set"):
         RankPlace.of({"WORLD_SIZE": "4", "MASTER_ADDR": "a"})
-    with pytest.raises(UserError, match="RANK = 4: allowed 0 to 3"):
+    with pytest.raises(UserError, match="RANK = 4: must be 0 to 3"):
         RankPlace.of({**told, "RANK": "4"})

@@ -208,7 +208,7 @@ CONTRADICTIONS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "its parent is version 6; a parent must be an older version": lambda tree: tree.update(parent=6),
     "not sorted by name": lambda tree: tree["tensors"].reverse(),
     "one is listed twice": lambda tree: tree["tensors"].insert(0, tree["tensors"][0]),
-    "'a': its dtype is 'F4'; allowed: F64": lambda tree: tree["tensors"][0].update(dtype="F4"),
+    "'a': its dtype is 'F4'; it must be one of F64": lambda tree: tree["tensors"][0].update(dtype="F4"),
     "'a': .* 1 parts; a tensor of 33554432 bytes has 2": lambda tree: tree["tensors"][0].update(shape=[PIECE_BYTES]),
     "'b': .* 2 parts; a tensor of 16777216 bytes has 1": lambda tree: tree["tensors"][1].update(
         shape=[PIECE_BYTES // 4]

@@ -409,7 +409,7 @@ def _array(wire: Any) -> np.ndarray:
     try:
         dtype, shape, data = str(wire["dtype"]), wire["shape"], wire["data"]
         if DTYPE.fullmatch(dtype) is None:
-            raise Malformed(f"its dtype is {dtype!r}; allowed are little-endian numbers and booleans")
+            raise Malformed(f"its dtype is {dtype!r}; it must be one of little-endian numbers or of booleans")
         return array_from_wire(dtype, shape, data)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise Malformed(f"an array cannot be decoded: {error}") from error

@@ -1,7 +1,7 @@
 """Explains a wrong configuration to the user in one line, made from pydantic's errors.
 
     run.toml:7: batch.group_sise = 16: unknown key; did you mean group_size?
-    --optimizer.schedule = "cosin": allowed "constant", "linear", "cosine"; did you mean "cosine"?
+    --optimizer.schedule = "cosin": must be "constant", "linear" or "cosine"; did you mean "cosine"?
 
 The first mistake in a file is explained; other mistakes are only named.
 """
@@ -182,7 +182,7 @@ class _Mistake:
         if self.kind == "literal_error":
             return _choose(value, choices(known if known else self._field(self.place[:-1])))
         if self.kind == "alternatives" and known:
-            return f"allowed {alternatives_in_words(known)}"
+            return f"must be {alternatives_in_words(known)}"
         if self.kind == "union_tag_invalid":
             return _choose(value, list(TASK_MODELS))
         if self.kind == "union_tag_not_found":
@@ -190,13 +190,13 @@ class _Mistake:
         if self.kind == "missing":
             return "is missing; give it a value"
         if self.kind in RANGE_ERRORS and known:
-            return f"allowed {range_in_words(known)}"
+            return f"must be {range_in_words(known)}"
         if self.kind == "string_pattern_mismatch":
-            return "allowed letters, digits, '.', '_' and '-', with a letter or digit first"
+            return "must consist of letters, digits, '.', '_' and '-', with a letter or digit first"
         if self.kind == "too_short":
-            return f"allowed {self.context['min_length']} or more"
+            return f"must have {self.context['min_length']} or more entries"
         if self.kind == "finite_number":
-            return "allowed any finite number"
+            return "must be a finite number"
         return self._wrong_type(value)
 
     def _field(self, place: Path) -> FieldInfo | None:
@@ -205,7 +205,7 @@ class _Mistake:
     def _no_source(self, value: Any) -> str:
         near = [key for key in value if nearest(str(key), ["source"])] if isinstance(value, Mapping) else []
         hint = f"; is {near[0]} a misspelling of it?" if near else ""
-        return f"source is missing{hint}; allowed {_quoted(list(TASK_MODELS))}"
+        return f"source is missing{hint}; it must be {_either(list(TASK_MODELS))}"
 
     def _wrong_type(self, value: Any) -> str:
         word = self.kind.split("_")[0]
@@ -250,7 +250,7 @@ def range_in_words(known: FieldInfo) -> str:
     low = next((m for m in known.metadata if isinstance(m, Ge | Gt)), None)
     high = next((m for m in known.metadata if isinstance(m, Le | Lt)), None)
     if isinstance(low, Ge) and isinstance(high, Le):
-        return f"{low.ge} to {high.le}" if low.ge != high.le else f"only {low.ge}"
+        return f"{low.ge} to {high.le}" if low.ge != high.le else f"{low.ge}"
     words = []
     if low:
         words.append(f"{low.ge} or more" if isinstance(low, Ge) else f"more than {low.gt}")
@@ -265,7 +265,7 @@ def alternatives_in_words(known: FieldInfo) -> str:
     arms = get_args(known.annotation)
     ranges = [range_in_words(inner) for arm in arms if get_origin(arm) is Annotated for inner in arm.__metadata__]
     words = [word for arm in arms if get_origin(arm) is Literal for word in get_args(arm)]
-    return f"{ranges[0]}, or {_quoted(words)}" if ranges and words else ""
+    return f"{ranges[0]}, or {_either(words)}" if ranges and words else ""
 
 
 def choices(known: FieldInfo | None) -> list[str]:
@@ -280,12 +280,13 @@ def choices(known: FieldInfo | None) -> list[str]:
 
 def _choose(value: Any, allowed: list[str]) -> str:
     near = nearest(value, allowed) if isinstance(value, str) and len(allowed) > 1 else None
-    only = "only " if len(allowed) == 1 else ""
-    return f"allowed {only}{_quoted(allowed)}" + (f"; did you mean {show(near)}?" if near else "")
+    return f"must be {_either(allowed)}" + (f"; did you mean {show(near)}?" if near else "")
 
 
-def _quoted(words: list[str]) -> str:
-    return ", ".join(show(word) for word in words)
+def _either(words: list[str]) -> str:
+    """Returns the words as a choice, such as `"a", "b" or "c"`."""
+    *others, last = map(show, words)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _kind_of(value: Any) -> str:

@@ -282,4 +282,4 @@ def suggest_key(place: Path, data: Mapping[str, Any], root: type[Section] = Conf
     elsewhere = [key for key in known_keys(root) if key.endswith(f".{name.replace('-', '_')}")]
     if elsewhere and (root is Config or not model):  # files of few sections have names such as `name` in many of them
         return f"did you mean {' or '.join(elsewhere[:3])}?"
-    return f"allowed {', '.join(names)}"
+    return f"the section has {', '.join(names)}"

@@ -227,7 +227,7 @@ TESTING = "OFFBEAT_TESTING"
 def batch_arithmetic_holds(config: Config) -> None:
     batch, rollout = config.batch, config.rollout
     if batch.min_group > batch.group_size:
-        raise ValueError(f"batch.min_group = {batch.min_group}: allowed 2 to batch.group_size = {batch.group_size}")
+        raise ValueError(f"batch.min_group = {batch.min_group}: must be 2 to batch.group_size = {batch.group_size}")
     if batch.groups_per_step % batch.updates_per_step:
         raise ValueError(
             f"batch.updates_per_step = {batch.updates_per_step}: must divide batch.groups_per_step = "
@@ -235,11 +235,11 @@ def batch_arithmetic_holds(config: Config) -> None:
         )
     if config.optimizer.warmup_steps > config.run.steps:
         raise ValueError(
-            f"optimizer.warmup_steps = {config.optimizer.warmup_steps}: allowed 0 to run.steps = {config.run.steps}"
+            f"optimizer.warmup_steps = {config.optimizer.warmup_steps}: must be 0 to run.steps = {config.run.steps}"
         )
     if config.run.exact and rollout.slots < 16:
         raise ValueError(
-            f"rollout.slots = {rollout.slots}: allowed 16 or more with run.exact = true, because with fewer "
+            f"rollout.slots = {rollout.slots}: must be 16 or more with run.exact = true, because with fewer "
             "slots the last bits of a result depend on how many are in use"
         )
 
@@ -249,7 +249,7 @@ def schedule_holds_together(config: Config) -> None:
     mode, bound, factor = schedule.mode, schedule.bound, schedule.over_provision
     if mode == "overlap" and bound == 0:
         raise ValueError(
-            'schedule.max_staleness = 0: allowed 1 or more with schedule.mode = "overlap", because tokens are '
+            'schedule.max_staleness = 0: must be 1 or more with schedule.mode = "overlap", because tokens are '
             "generated while an earlier step trains"
         )
     if config.run.exact and mode == "overlap":
@@ -265,7 +265,7 @@ def schedule_holds_together(config: Config) -> None:
     if isinstance(factor, float) and factor > bound + 1:
         why = "because surplus groups would be too old to train"
         raise ValueError(
-            f"schedule.over_provision = {factor:g}: allowed 1{f' to {bound + 1}' if bound else ''} with "
+            f"schedule.over_provision = {factor:g}: must be 1{f' to {bound + 1}' if bound else ''} with "
             f"schedule.max_staleness = {bound}, {why}; raise schedule.max_staleness"
         )
     if schedule.new_version == "finish" and mode != "overlap":
@@ -345,7 +345,7 @@ def loss_is_known(config: Config) -> None:
         given = getattr(loss, key)
         if given is not None and chosen.correction not in users:
             raise ValueError(
-                f'loss.{key} = {given:g}: loss.correction = "{chosen.correction}" has no such limit; allowed with '
+                f'loss.{key} = {given:g}: loss.correction = "{chosen.correction}" has no such limit; it works with '
                 f"{', '.join(users)}"
             )
     if chosen.policy == "sequence_clip" and chosen.aggregate != "sequence_mean":
@@ -355,7 +355,7 @@ def loss_is_known(config: Config) -> None:
         )
     if config.reward.overlong_tokens >= config.rollout.max_new_tokens:
         raise ValueError(
-            f"reward.overlong_tokens = {config.reward.overlong_tokens}: allowed less than rollout.max_new_tokens = "
+            f"reward.overlong_tokens = {config.reward.overlong_tokens}: must be less than rollout.max_new_tokens = "
             f"{config.rollout.max_new_tokens}"
         )
 
@@ -387,7 +387,7 @@ def gate_has_a_baseline(config: Config) -> None:
         )
     if batch.gate == "batch" and chosen.advantage in set(ADVANTAGES) - set(BEYOND_SIBLINGS):
         raise ValueError(
-            f'loss.advantage = "{chosen.advantage}": allowed {", ".join(BEYOND_SIBLINGS)} with {gate}, because it '
+            f'loss.advantage = "{chosen.advantage}": must be {" or ".join(BEYOND_SIBLINGS)} with {gate}, because it '
             'compares answers to one prompt; leave it out, or set batch.gate = "release"'
         )
 
@@ -406,7 +406,7 @@ DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 def device_is_known(config: Config) -> None:
     if not DEVICE.fullmatch(config.model.device):
         raise ValueError(
-            f'model.device = "{config.model.device}": allowed "auto", "cpu", "cuda", "cuda:1" and so on, "mps"'
+            f'model.device = "{config.model.device}": must be "auto", "cpu", "cuda", "cuda:1" and so on, or "mps"'
         )
 
 
@@ -421,7 +421,7 @@ def ranks_have_processes_and_devices(config: Config) -> None:
         )
     if re.fullmatch(r"cuda:\d+|mps", config.model.device):
         raise ValueError(
-            f'model.device = "{config.model.device}": allowed "auto", "cpu" and "cuda" with trainer.ranks = {ranks}, '
+            f'model.device = "{config.model.device}": must be "auto", "cpu" or "cuda" with trainer.ranks = {ranks}, '
             "because each rank takes a GPU of its own"
         )
 
@@ -790,7 +790,7 @@ class WeightsConfig(Section):
     deltas: Literal["auto", "always", "never"] = free("auto")
     """Publish sparse, signed weight deltas. auto: if workers on other machines can join; always: for all workers."""
     store: str | None = free(None)
-    """Where weights are kept: a folder or URL that all roles can reach, such as s3://bucket/run. Without it, the
+    """Place of the weights: a folder or URL that all roles can reach. A URL looks like s3://bucket/run. Without it, the
     coordinator serves the weights."""
 
 

@@ -70,7 +70,7 @@ def open_file(path: str) -> Rows:
         remedy = f"convert it, as with pandas.{read}.to_json('rows.jsonl', orient='records', lines=True)"
         if read is None:
             remedy = 'a data set on the Hugging Face hub has task.source = "dataset"'
-        raise UserError(f"task.path = {path!r}: allowed .jsonl, .ndjson and .parquet files; {remedy}")
+        raise UserError(f"task.path = {path!r}: must be a .jsonl, .ndjson or .parquet file; {remedy}")
     if not file.is_file():
         beside = sorted(p.name for p in file.parent.iterdir()) if file.parent.is_dir() else []
         near = suggest(file.name, beside, "its folder has") if beside else ""

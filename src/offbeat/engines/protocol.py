@@ -169,11 +169,11 @@ def problem_of(request: Request, version: int | None, capabilities: Capabilities
     if version is None:
         return "no version is loaded yet; call load first"
     if request.position < 0:
-        return f"position = {request.position}: allowed 0 or more"
+        return f"position = {request.position}: must be 0 or more"
     if request.position >= num_tokens:
         return f"its prompt is empty: {request.position} of its {num_tokens} tokens belong to the response"
     if sampling.max_new_tokens < 1:
-        return f"max_new_tokens = {sampling.max_new_tokens}: allowed 1 or more"
+        return f"max_new_tokens = {sampling.max_new_tokens}: must be 1 or more"
     if num_tokens + sampling.max_new_tokens > max_context_tokens:
         return (
             f"its {num_tokens} tokens and max_new_tokens = {sampling.max_new_tokens} add up to "

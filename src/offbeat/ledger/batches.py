@@ -370,8 +370,8 @@ def _compare(db: Database, batch: int, compared: Sequence[ComparedSegment]) -> N
     for task, start, num_tokens, num_off in compared:
         if not 0 <= num_off <= num_tokens:
             raise Refused(
-                f"the audit of task {task} compared {num_tokens} tokens, but reports num_off = {num_off}; allowed "
-                f"0 to {num_tokens}"
+                f"the audit of task {task} compared {num_tokens} tokens, but reports num_off = {num_off}; it "
+                f"must be 0 to {num_tokens}"
             )
         if db.execute(query, (num_tokens, num_off, task, start, num_tokens, batch)).rowcount != 1:
             raise Refused(

@@ -147,7 +147,7 @@ class SubmissionValidator:
                 return f"it was sampled from version {segment.version}, which was never published"
             if (lag := segment.version - (segment.kv_version or 0)) > self.db.terms.max_kv_lag:
                 return (
-                    f"its KV cache is {lag} versions older than its weights; allowed {self.db.terms.max_kv_lag} "
+                    f"its KV cache is {lag} versions older than its weights; the limit is {self.db.terms.max_kv_lag} "
                     '(rollout.kv_lag if rollout.kv = "stale", else 0)'
                 )
             numbers.append(segment.version)

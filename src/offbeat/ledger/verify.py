@@ -103,7 +103,7 @@ GROUPS = (
                OR (purpose = 'train' AND state = 'evaluated')""",
     ),
     Rule(
-        "ordinal {0} has {1} groups that are not dropped; allowed 1",
+        "ordinal {0} has {1} groups that are not dropped; it must have at most 1",
         """SELECT ordinal, COUNT(*) FROM groups WHERE purpose = 'train' AND state <> 'dropped'
            GROUP BY ordinal HAVING COUNT(*) > 1""",
     ),
@@ -167,7 +167,7 @@ GROUPS = (
 
 BATCHES = (
     Rule(
-        "task {0} is in {1} batches that were not undone; allowed 1",
+        "task {0} is in {1} batches that were not undone; it must be in at most 1",
         """SELECT m.task, COUNT(*) FROM batch_members m JOIN batches b ON b.id = m.batch
            WHERE b.state <> 'undone' GROUP BY m.task HAVING COUNT(*) > 1""",
     ),

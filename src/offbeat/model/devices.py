@@ -51,7 +51,7 @@ def pick_device(name: str = "auto") -> torch.device:
     match = DEVICE.fullmatch(name)
     if match is None:
         raise UserError(
-            f"model.device = {name!r}: allowed are auto, cpu, cuda, cuda:N and mps; this machine has {', '.join(found)}"
+            f"model.device = {name!r}: must be auto, cpu, cuda, cuda:N or mps; this machine has {', '.join(found)}"
         )
     kind, index = match.group(1), int(match.group(2) or 0)
     exact = f"cuda:{index}" if kind == "cuda" else kind
@@ -70,9 +70,7 @@ def rank_device(name: str, local_rank: int) -> torch.device:
     if device.type != "cuda":
         return device
     if name not in ("auto", "cuda"):
-        raise UserError(
-            f"model.device = {name!r}: allowed auto, cpu and cuda with several ranks, each with its own GPU"
-        )
+        raise UserError(f"model.device = {name!r}: must be auto, cpu or cuda with several ranks, each with its own GPU")
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
@@ -81,7 +79,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if name not in DTYPES:
-        raise UserError(f"model.dtype = {name!r}: allowed are auto, {', '.join(DTYPES)}")
+        raise UserError(f"model.dtype = {name!r}: must be one of auto, {', '.join(DTYPES)}")
     return DTYPES[name]
 
 

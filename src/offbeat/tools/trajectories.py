@@ -58,7 +58,7 @@ def read_trajectories(
     - `response` is None if it was deleted to save space (`ledger.keep_bodies`).
     """
     if purpose not in (None, "train", "eval"):
-        raise UserError(f'purpose = {show(purpose)}: allowed "train", "eval", or None for both')
+        raise UserError(f'purpose = {show(purpose)}: must be "train", "eval", or None for both')
     which = TrajectoryFilter(purpose, step, source, worker, min_reward, max_reward, failed)
     decode = decoder(run)
     with open_ledger(run) as ledger:

@@ -76,7 +76,7 @@ class RankPlace:
             )
         rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         if not 0 <= rank < size:
-            raise UserError(f"RANK = {rank}: allowed 0 to {size - 1}, because WORLD_SIZE = {size}")
+            raise UserError(f"RANK = {rank}: must be 0 to {size - 1}, because WORLD_SIZE = {size}")
         return cls(
             rank,
             size,

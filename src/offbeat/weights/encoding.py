@@ -120,7 +120,9 @@ def dtype_name(name: str, tensor: Tensor) -> str:
     """Returns the safetensors name of a tensor's type; `name` is the tensor's, for errors."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in NAMES:
-        raise WeightsError(f"tensor {name} has dtype {dtype}, which cannot be published; allowed: {', '.join(NAMES)}")
+        raise WeightsError(
+            f"tensor {name} has dtype {dtype}, which cannot be published; it must be one of {', '.join(NAMES)}"
+        )
     return NAMES[dtype]
 
 

@@ -195,7 +195,7 @@ def _tensor_problem(tensor: TensorEntry, manifest: Manifest) -> str | None:
     if tensor.name == "__metadata__" or "\0" in tensor.name or "\n" in tensor.name:  # reserved by files and digests
         return "this name is reserved, or contains a line break or a zero byte"
     if tensor.dtype not in ITEM_BYTES:
-        return f"its dtype is {tensor.dtype!r}; allowed: {', '.join(ITEM_BYTES)}"
+        return f"its dtype is {tensor.dtype!r}; it must be one of {', '.join(ITEM_BYTES)}"
     num_parts = max(1, -(-tensor.num_bytes // PIECE_BYTES))
     if len(tensor.parts) != num_parts:
         return f"it is listed with {len(tensor.parts)} parts; a tensor of {tensor.num_bytes} bytes has {num_parts}"

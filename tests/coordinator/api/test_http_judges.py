@@ -92,8 +92,8 @@ def test_a_failure_keeps_its_kind(run, judge):
 @pytest.mark.parametrize(
     "result, why",
     [
-        (wire.ResultBody(rewards=[wire.RewardBody(value=math.nan, name="r", position=-1)]), "allowed -1e"),
-        (wire.ResultBody(rewards=[wire.RewardBody(value=-math.inf, name="r", position=-1)]), "allowed -1e"),
+        (wire.ResultBody(rewards=[wire.RewardBody(value=math.nan, name="r", position=-1)]), "it must be -1e"),
+        (wire.ResultBody(rewards=[wire.RewardBody(value=-math.inf, name="r", position=-1)]), "it must be -1e"),
         (
             wire.ResultBody(rewards=[wire.RewardBody(value=1.0, name="r", position=3)]),
             "at position 3, outside its answer of 3 tokens",

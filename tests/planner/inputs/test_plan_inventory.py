@@ -101,8 +101,8 @@ def test_own_figures_win_over_the_catalogue(cluster):
     "before, after, said",
     [
         ("nodes = 3", "node = 3", "c.toml:8: classes.h20.node = 3: unknown key; did you mean nodes?"),
-        ("nodes = 3", "nodes = 0", "c.toml:8: classes.h20.nodes = 0: allowed 1 or more"),
-        ("nodes = 3", "nodes = 3\nprice = -1", "c.toml:9: classes.h20.price = -1: allowed 0 or more"),
+        ("nodes = 3", "nodes = 0", "c.toml:8: classes.h20.nodes = 0: must be 1 or more"),
+        ("nodes = 3", "nodes = 3\nprice = -1", "c.toml:9: classes.h20.price = -1: must be 0 or more"),
         ("nodes = 3", 'nodes = "3"', 'c.toml:8: classes.h20.nodes = "3": wants a whole number, not text'),
         ("nodes = 3", "", "c.toml:6: classes.h20.nodes: is missing"),
         ('"h20"', '"h2O"', "c.toml:7: classes.h20.accelerator 'h2O' is not in the catalogue; did you mean 'h20'?"),
@@ -143,7 +143,7 @@ def test_a_class_without_price_or_accelerator_says_what_to_add(refusal):
     )
     assert "accelerator is missing; give an accelerator" in refusal("[classes.x]\nnodes = 1\nper_node = 2\n")
     assert "memory_gb is missing" in refusal(OWN.replace("memory_gb = 24\n", ""))
-    assert refusal("[classes]\n") == "c.toml:1: [classes]: allowed 1 or more"
+    assert refusal("[classes]\n") == "c.toml:1: [classes]: must have 1 or more entries"
 
 
 def test_between_zones_no_link_is_that_fast(refusal):

@@ -120,7 +120,7 @@ def test_a_run_is_read_by_whoever_can(workload):
     "before, after, said",
     [
         ("group_size", "group_sise", "w.toml:6: batch.group_sise = 8: unknown key; did you mean group_size?"),
-        ("= 64", "= 0", "w.toml:5: batch.groups_per_step = 0: allowed 1 or more"),
+        ("= 64", "= 0", "w.toml:5: batch.groups_per_step = 0: must be 1 or more"),
         ("Qwen/Qwen2.5-7B", "Qwen2.5-8B", "w.toml:2: model.name = 'Qwen2.5-8B': unknown model; did you mean"),
         ('name = "Qwen/Qwen2.5-7B"', "", "[model]: give name, config, or num_layers"),
         (
@@ -131,7 +131,7 @@ def test_a_run_is_read_by_whoever_can(workload):
         ('name = "Qwen/Qwen2.5-7B"', 'config = "no.json"', "no.json cannot be read"),
         ("sigma = 0.8\n", "", "w.toml:11: [answer]: has longest + median; give tokens, or median + sigma + longest"),
         ("tokens = 500", "edges = [0, 5]\ncounts = [1, 2]", "[prompt]: there are 2 edges and 2 counts"),
-        ("[prompt]\ntokens = 500", "[rules]\nwaste = 1.0", "rules.waste = 1.0: allowed 0 or more and less than 1"),
+        ("[prompt]\ntokens = 500", "[rules]\nwaste = 1.0", "rules.waste = 1.0: must be 0 or more and less than 1"),
         ("[prompt]\ntokens = 500", '[rules]\nkv = "stail"', 'did you mean "stale"?'),
     ],
 )

@@ -61,7 +61,7 @@ class EmbeddedEngine:
     ):
         if exact and num_slots < MIN_EXACT_ROWS:
             raise EngineError(
-                f"engine {worker}: rollout.slots = {num_slots}: allowed {MIN_EXACT_ROWS} or more with run.exact, "
+                f"engine {worker}: rollout.slots = {num_slots}: must be {MIN_EXACT_ROWS} or more with run.exact, "
                 "because the results of smaller matrix products depend on their number of rows"
             )
         if num_slots < 1 or max_context_tokens < 2:
@@ -173,9 +173,9 @@ class EmbeddedEngine:
         if not problem:
             first, last = int(request.tokens.min()), int(request.tokens.max())
             if first < 0 or last >= self._vocab_size:
-                problem = f"its token ids range from {first} to {last}: allowed 0 to {self._vocab_size - 1}"
+                problem = f"its token ids range from {first} to {last}; they must be 0 to {self._vocab_size - 1}"
             elif not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1):
-                problem = f"{sampling}: allowed temperature >= 0, 0 < top_p <= 1, 0 <= min_p <= 1"
+                problem = f"{sampling}; there must be temperature >= 0, 0 < top_p <= 1, 0 <= min_p <= 1"
         if problem:
             raise EngineError(f"engine {self.worker}, request {request.id}: {problem}")
 

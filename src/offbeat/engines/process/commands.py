@@ -205,7 +205,7 @@ def _lora(config: Config, machine: EngineMachine) -> dict[str, str]:
     if not rank:
         return {}
     if (largest := server_rank(rank)) is None:
-        raise UserError(f'model.lora_rank = {rank}: allowed up to {RANKS[-1]} with rollout.engine = "vllm"')
+        raise UserError(f'model.lora_rank = {rank}: must be at most {RANKS[-1]} with rollout.engine = "vllm"')
     if machine.num_gpus and _dtype(config, machine) == "float32":
         raise UserError(
             f'model.dtype = "float32" cannot be used with model.lora_rank = {rank} in vLLM on a GPU; set it to '

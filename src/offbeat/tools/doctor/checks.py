@@ -257,7 +257,10 @@ def _engine(name: str, version: str | None, path: str, *, is_wanted: bool) -> Fi
         return Finding(name, text, Level.STOPS if is_wanted else Level.ABSENT, remedy)
     numbers, oldest = re.match(r"(\d+)\.(\d+)", version), ".".join(map(str, OLDEST[name]))
     if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST[name]:
-        text, remedy = f"{version}, in {path}; allowed {oldest} or later", f"{path} -m pip install '{name}>={oldest}'"
+        text, remedy = (
+            f"{version}, in {path}; it must be {oldest} or later",
+            f"{path} -m pip install '{name}>={oldest}'",
+        )
         return Finding(name, text, Level.WARNS, remedy)
     works = f"--rollout.engine {name} --rollout.workers 1 --engine.python {path}: {name} {version}"
     return Finding(name, f"{version}, in {path}", works=works)
