@@ -67,6 +67,7 @@ assert torch.ones(2) @ torch.ones(2) == 2
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="shared libraries have other names")
 @pytest.mark.parametrize(("library", "found"), [("lib/libtorch_cpu.so", True), ("lib/none.so", False)])
 def test_a_library_is_loaded_ahead_of_its_package_if_there_is_one(library, found):

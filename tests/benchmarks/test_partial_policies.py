@@ -56,6 +56,7 @@ EVERYONE = st.one_of(
 )
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(entry=EVERYONE, seed=st.integers(0, 9), median=st.sampled_from([1, 3, 12]), shared=st.sampled_from([0, 0.5, 1]))
 def test_every_generated_token_is_delivered_wasted_by_name_or_held_after_every_step(entry, seed, median, shared):
@@ -151,6 +152,7 @@ def test_kept_keys_and_values_are_never_prefilled_again_and_refilled_ones_are_at
     assert [row.staleness for row in kept.rows] == [row.staleness for row in made.rows]
 
 
+@pytest.mark.full
 def test_the_real_stepper_takes_the_same_steps_and_delivers_the_same_tokens_as_the_model():
     stepper = new_stepper(num_slots=64, max_context_tokens=PROMPT_TOKENS + SHORT.cap_tokens)
     for entry in (Entry("sync"), Entry("april", 1.5), Entry(STRICT, 2.0), Entry("copris", 1.0)):

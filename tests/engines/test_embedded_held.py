@@ -226,6 +226,7 @@ def undisturbed() -> dict[str, Generation]:
     return finish(new_stepper(16), *CROWD)
 
 
+@pytest.mark.full
 @settings(max_examples=25, deadline=None)
 @given(
     num_slots=st.integers(2, 12),

@@ -106,6 +106,7 @@ def leased(swarm) -> list[tuple]:
     return swarm.ask("SELECT id, fence FROM tasks WHERE state = 'leased'")
 
 
+@pytest.mark.full
 def test_what_a_dead_engine_held_is_given_up_at_once_and_carried_on_by_the_next(tmp_path):
     async def scenario() -> None:
         async with serving(tmp_path, NUM_STEPS, lease_s=LONG_LEASE_S) as swarm:
@@ -127,6 +128,7 @@ def test_what_a_dead_engine_held_is_given_up_at_once_and_carried_on_by_the_next(
     asyncio.run(asyncio.wait_for(scenario(), WITHIN_S))
 
 
+@pytest.mark.full
 def test_an_engine_whose_process_is_gone_is_dead_before_it_says_so_itself(tmp_path):
     async def scenario() -> None:
         async with serving(tmp_path, NUM_STEPS, lease_s=LONG_LEASE_S) as swarm:

@@ -95,6 +95,7 @@ def test_a_dry_run_says_which_engine_and_why_and_lists_no_key_that_nobody_gave(c
     assert "rollout.engine" not in told
 
 
+@pytest.mark.full
 def test_a_run_records_the_engine_and_goes_on_with_it_where_another_would_be_chosen(tmp_path, capsys, monkeypatch):
     words = [f"--run.dir={tmp_path}", "--run.name=a", "--run.steps=1", "--eval.every=0", "--batch.groups-per-step=2"]
     (tmp_path / "a.toml").write_text("")

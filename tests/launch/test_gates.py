@@ -75,6 +75,7 @@ UNEVEN = {
 }
 
 
+@pytest.mark.full
 def test_answers_of_a_long_tail_are_trained_before_their_siblings_are_there(tmp_path):
     offbeat.train(small(tmp_path, "run", "release", **UNEVEN))
     run = tmp_path / "run"

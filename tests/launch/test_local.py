@@ -57,6 +57,7 @@ def test_a_run_leaves_everything_a_person_asks_for(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "exported").decode([52, 50]) == "42"
 
 
+@pytest.mark.full
 def test_a_finished_run_goes_on_for_more_steps(tmp_path):
     offbeat.train(small(tmp_path, "longer"))
     summary = offbeat.train(small(tmp_path, "longer", run={"steps": 5}), resume=tmp_path / "longer").summary
@@ -78,6 +79,7 @@ def test_a_run_in_two_parts_equals_one_in_a_piece(tmp_path):
     assert digests[0] == digests[1]
 
 
+@pytest.mark.full
 def test_several_updates_a_reference_and_checkpointed_gradients_run(tmp_path):
     summary = offbeat.train(
         small(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 import offbeat
 from offbeat.ledger.ledger import Ledger
 
@@ -52,6 +54,7 @@ def test_long_prompts_beyond_the_sample_are_left_out_told_once_and_recorded(tmp_
     assert drawn(tmp_path)[63:67] == ["1+3=", "1+4=", "1+0=", "1+1="]
 
 
+@pytest.mark.full
 def test_long_rows_are_skipped_if_that_is_wanted_and_a_resume_goes_on_in_the_same_order(tmp_path, capsys):
     (tmp_path / "task.py").write_text(TASK)
     rows = ["1+" * (60 if n % 4 == 1 else 1) + f"{n}=" for n in range(12)]

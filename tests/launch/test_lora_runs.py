@@ -117,6 +117,7 @@ def test_the_exported_model_is_a_plain_one_whose_greedy_tokens_are_the_engines(t
     assert weights_digest(state_tensors(model)) != weights_digest(state_tensors(plain))
 
 
+@pytest.mark.full
 def test_the_command_line_says_where_the_adapter_lies_and_writes_it_alone(trained, tmp_path, capsys, monkeypatch):
     peft = pytest.importorskip("peft")
     assert main(["export", str(trained), str(tmp_path / "merged")]) == 0
@@ -138,6 +139,7 @@ def test_the_command_line_says_where_the_adapter_lies_and_writes_it_alone(traine
     assert capsys.readouterr().out == alone, "a merged model has no adapters, whatever it was trained with"
 
 
+@pytest.mark.full
 def test_a_checkpoint_on_another_base_or_of_another_kind_of_adapter_is_refused(tmp_path):
     model = tmp_path / "model"
     load_model("offbeat-tiny", torch.float32, CPU).save_pretrained(model)

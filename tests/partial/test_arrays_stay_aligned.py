@@ -73,6 +73,7 @@ def stepper():
 events = st.one_of(st.integers(0, 6), st.sampled_from(["load", *SPOILT]))
 
 
+@pytest.mark.full
 @settings(max_examples=60)
 @given(events=st.lists(events, max_size=12), seed=st.integers(0, 1000))
 def test_whatever_is_appended_cut_and_carried_on_all_arrays_stay_aligned(stepper, versions, events, seed):

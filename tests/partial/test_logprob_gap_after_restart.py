@@ -28,6 +28,7 @@ class Killed(Exception):
     pass
 
 
+@pytest.mark.full
 def test_engine_and_trainer_agree_about_fresh_tokens_after_a_restart_as_they_did_before(tmp_path, monkeypatch):
     """A trainer dies with beginnings in the ledger, which are carried on with the weights of its last checkpoint."""
     run, write_version, step = tmp_path / "run", Trainer._write_version, Stepper.step

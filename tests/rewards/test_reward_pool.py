@@ -105,12 +105,14 @@ def test_a_sample_that_hangs_is_a_timeout_and_costs_nothing_else(tmp_path):
     assert [result.value for result in results] == list(range(20))
 
 
+@pytest.mark.full
 def test_several_that_hang_in_one_batch_are_each_found(tmp_path):
     results = score(tmp_path, "value 0", "hang", "value 2", "hang_in_c", "hang", "value 5")
     assert [result.value for result in results] == [0, None, 2, None, None, 5]
     assert all(result.error.startswith("timeout") for result in results if result.value is None)
 
 
+@pytest.mark.full
 def test_slow_samples_each_have_the_whole_deadline(tmp_path):
     assert [result.value for result in score(tmp_path, *["sleep 0.6"] * 4, timeout_s=1.2)] == [1.0] * 4
 

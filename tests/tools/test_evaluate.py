@@ -53,6 +53,7 @@ def figures(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, float]
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.full
 def test_a_run_and_its_exported_model_are_scored_on_the_runs_own_tasks(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     scratch = folder / "scratch"

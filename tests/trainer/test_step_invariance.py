@@ -64,6 +64,7 @@ def test_any_micro_batches_and_any_ranks_give_the_same_loss_and_gradient(name, c
     assert_same(gradient, added)
 
 
+@pytest.mark.full
 @settings(max_examples=12)
 @given(
     st.sampled_from(COMBINATIONS),

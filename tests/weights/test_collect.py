@@ -94,6 +94,7 @@ def needed(manifests: Mapping[int, Manifest], in_use: Collection[int]) -> tuple[
     return {piece.digest for found in chains for piece in found.pieces}, {found.number for found in chains}
 
 
+@pytest.mark.full
 @given(histories(), st.sets(st.integers(0, 30)))
 @settings(max_examples=60)
 def test_a_store_is_left_with_what_is_needed_and_nothing_else(manifests, in_use):
