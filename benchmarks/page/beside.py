@@ -7,6 +7,7 @@ import os
 import secrets
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -55,7 +56,8 @@ def _rate(server: Server, seconds: float) -> float:
             await crowd.warm_up(WARMUP_ANSWERS * len(server.secrets), 60.0)
             return (await crowd.work(seconds)).rate
 
-    return asyncio.run(phase())
+    with ThreadPoolExecutor(1) as thread:  # this one has an event loop already, that of Playwright
+        return thread.submit(lambda: asyncio.run(phase())).result()
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from offbeat.errors import OffbeatError
 from offbeat.launch.run_folder import LEDGER, METRICS
 from offbeat.tools.page.answer_index import SAVE_EVERY, AnswerIndex, Asked
 from offbeat.tools.page.metric_history import HELD_OUT, MetricHistory
-from offbeat.tools.page.run_data import ANSWER_COLUMNS, RunData, plain
+from offbeat.tools.page.run_data import ANSWER_COLUMNS, SILENT_AFTER_S, RunData, plain
 from offbeat.tools.page.timeline import Spans
 from offbeat.tools.trajectories import Decode, decoder, open_ledger
 
@@ -55,6 +55,8 @@ class Cursor:
     """Offset in events.jsonl."""
     report: int = 0
     index: int = -1
+    minutes_silent: int = 0
+    """Minutes of silence in the state that it was told."""
 
     def __str__(self) -> str:
         return ".".join(map(str, astuple(self)))
@@ -160,7 +162,8 @@ class RunFeed:
                     self.index.refresh(ledger)
                     self._index_mark = mark
             self._index_number += 1
-            if self.index.num_rows - self.index.num_saved >= SAVE_EVERY and not has_more:
+            num_new = self.index.num_rows - self.index.num_saved
+            if num_new >= (max(SAVE_EVERY, self.index.num_saved) if has_more else SAVE_EVERY):
                 self.index.save()
         if mark != self._report_mark and time.monotonic() >= self._report_due_s:
             start_s = time.monotonic()
@@ -186,7 +189,9 @@ class RunFeed:
         events, cursor.events = self._data.events(cursor.events)
         if events:
             change["events"] = events
-        if is_first or events:
+        minutes_silent = int(max(0.0, self._data.silent_s() - SILENT_AFTER_S + 60) / 60)
+        if is_first or events or minutes_silent != cursor.minutes_silent:
+            cursor.minutes_silent = minutes_silent
             change["about"] = {**self._data.about(), "name": self.name}
         if cursor.report != self._report_number:
             cursor.report = self._report_number

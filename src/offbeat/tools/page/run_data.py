@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from offbeat.config import load
-from offbeat.launch.run_folder import CONFIG, EVENTS, LEDGER, SUMMARY
+from offbeat.launch.run_folder import CONFIG, EVENTS, LEDGER, METRICS, SUMMARY
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.reports import TaskDetail, TrajectoryRow
 from offbeat.net import shown
@@ -32,6 +32,8 @@ ANSWER_COLUMNS = (
 """Fields of `TrajectoryRow` that the page shows."""
 PRIVATE = ("folder", "pid", "url", "target", "file")
 """Fields of events that tell about the machine, or that are addresses."""
+SILENT_AFTER_S = 90.0
+"""A run that goes on writes more often than this, but for a few steps of large models."""
 PREVIEW_TOKENS = 100
 DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "npu")
 """Kinds of devices as torch names them, which are in the fingerprint of an engine that runs in the worker."""
@@ -84,12 +86,19 @@ class RunData:
         for event in self._all_events():
             match event["event"]:
                 case "start" | "reopen" | "resume":
-                    last = "under way, or killed"
+                    silent_s = self.silent_s()
+                    waited = f"under way, or killed: nothing new for {silent_s / 60:.0f} min"
+                    last = waited if silent_s > SILENT_AFTER_S else "under way"
                 case "end":
                     last = "finished" if event.get("finished") else "stopped before its last step"
                 case "error":
                     last = "ended by an error"
         return last or ("finished" if (self.path / SUMMARY).is_file() else "not begun")
+
+    def silent_s(self) -> float:
+        """Returns for how long nothing has been written in the run's folder."""
+        files = (self.path / name for name in (METRICS, EVENTS, LEDGER, f"{LEDGER}-wal", CONFIG))
+        return time.time() - max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)
 
     def _all_events(self) -> Iterator[dict[str, Any]]:
         offset = 0

@@ -10,6 +10,9 @@ import { el, number } from "./text.js";
 /** @type {Set<any>} charts on the page */
 const drawn = new Set();
 
+/** Gaps between the marks of an axis of steps. */
+const WHOLE = [1, 2, 5].flatMap((n) => [0, 1, 2, 3, 4, 5, 6].map((zeros) => n * 10 ** zeros)).sort((a, b) => a - b);
+
 /** @param {string} name of a CSS variable, without dashes */
 export function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
@@ -44,7 +47,7 @@ export function chart(options) {
       cursor: { points: { size: 7 }, drag: { x: true, y: false, setScale: false } },
       scales: { x: { time: false, ...(zoom ? { range: () => zoom } : {}) }, y: isLog ? { distr: 3 } : { range } },
       axes: [
-        { ...axis, size: 34, label: xName, labelSize: 18, labelFont: "12px system-ui, sans-serif" },
+        { ...axis, size: 34, ...(xName === "step" ? { incrs: WHOLE } : {}), label: xName, labelSize: 18, labelFont: "12px system-ui, sans-serif" },
         { ...axis, size: 58, values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map((v) => (v === null ? "" : number(v))) },
       ],
       hooks: {
@@ -57,6 +60,7 @@ export function chart(options) {
     place,
   );
   drawn.add(plot);
+  plot.setLegend({ idx: x.length - 1 }); // the newest values, until the cursor points at others
   const fit = () => {
     const width = Math.floor(place.clientWidth);
     if (width > 0 && width !== plot.width) plot.setSize({ width, height });

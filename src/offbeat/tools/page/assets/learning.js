@@ -254,7 +254,7 @@ function newestFigures(run) {
   return [
     ["step", last ? `${last.step}${wanted ? ` / ${wanted}` : ""}` : "0"],
     ["reward", last ? `${number(last.reward)} ± ${number(last.reward_std)}` : "–"],
-    ["held-out", judged ? `${number(heldOut(first))} → ${number(heldOut(judged))} (n = ${number(judged.eval_samples)})` : "–"],
+    ["held-out", judged ? `${first.step === judged.step ? "" : `${number(heldOut(first))} → `}${number(heldOut(judged))} (n = ${number(judged.eval_samples)})` : "–"],
     ["tokens/s", last ? number(last.tokens_per_second) : "–"],
     ["signal", last ? percent(last.signal_share) : "–"],
     ["staleness", last ? `${number(last.staleness)} (max ${number(last.staleness_max)})` : "–"],

@@ -298,7 +298,7 @@ export class Runs {
     const source = new EventSource("data/changes");
     source.addEventListener("open", () => { this.trouble = ""; this.changed(); });
     source.addEventListener("error", () => {
-      this.trouble = source.readyState === EventSource.CLOSED ? "no connection: load this page again by its whole link" : "the connection is lost; trying again …";
+      this.trouble = source.readyState === EventSource.CLOSED ? "no connection: load this page again by its whole link" : "the connection is lost; trying again … If the run has ended, offbeat page shows it";
       this.changed();
     });
     source.addEventListener("message", (event) => {
