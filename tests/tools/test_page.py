@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from browsers import Opened, figure, started_browser
 from ledger_run import full_step, version
 
 from offbeat.cli.main import main
@@ -185,6 +186,17 @@ def test_tokens_of_half_characters_belong_to_the_last_of_them(run: Path):
     assert pieces[:5] == ["a", "", "", "", "👍"]
     real = decoder(run)
     assert "".join(token_texts(np.arange(3, 13), real)) == real(np.arange(3, 13))
+
+
+def test_a_browser_draws_a_file_without_an_error(run: Path):
+    page_of(run)
+    with started_browser() as browser:
+        opened = Opened(browser, (run.parent / "page.html").as_uri())
+        assert figure(opened.values("reward")["reward"]) == 0.7
+        opened.show("answers?step=2")
+        opened.page.wait_for_selector("#view-answers .count")
+        assert figure(opened.text("#view-answers .count")) == len(read_trajectories(run, step=2)) > 0
+        assert not opened.wrong
 
 
 @pytest.mark.parametrize(

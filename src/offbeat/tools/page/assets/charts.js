@@ -36,7 +36,7 @@ export function chart(options) {
   const grid = { stroke: colour("grid"), width: 1 };
   const axis = { stroke: colour("muted"), grid, ticks: { show: false }, font: "12px system-ui, sans-serif" };
   const series = [
-    { label: xName, value: (/** @type {any} */ _, /** @type {number} */ v) => number(v) },
+    { label: xName, value: told },
     ...lines.map((line, i) => serie(line, i, x.length)),
   ];
   const bands = lines.flatMap((line, i) => (line.kind === "edge" && lines[i - 1].kind === "edge" ? [{ series: [i + 1, i], fill: `${colour(line.colour ?? "c1")}33` }] : []));
@@ -60,7 +60,6 @@ export function chart(options) {
     place,
   );
   drawn.add(plot);
-  plot.setLegend({ idx: x.length - 1 }); // the newest values, until the cursor points at others
   const fit = () => {
     const width = Math.floor(place.clientWidth);
     if (width > 0 && width !== plot.width) plot.setSize({ width, height });
@@ -104,13 +103,21 @@ function closer(plot, event, onZoom) {
   return true;
 }
 
+/** What a legend tells: the value at the cursor; the newest while the cursor is elsewhere. @param {any} plot @param {number|null} value @param {number} line @param {number|null|undefined} at */
+function told(plot, value, line, at) {
+  if (at !== null && at !== undefined) return number(value);
+  const values = plot.data[line];
+  for (let i = values.length - 1; i >= 0; i -= 1) if (values[i] !== null && values[i] !== undefined) return number(values[i]);
+  return "–";
+}
+
 /** @param {Line} line @param {number} i @param {number} count */
 function serie(line, i, count) {
   const name = line.colour ?? PALETTE[i % PALETTE.length];
   const stroke = colour(name);
   const common = {
     label: line.label, stroke, spanGaps: true,
-    value: (/** @type {any} */ _, /** @type {number|null} */ v) => number(v),
+    value: told,
     points: { show: count < 40, size: 5 },
   };
   if (line.kind === "edge") return { ...common, class: "edge", width: 0, points: { show: false } };
