@@ -107,7 +107,7 @@ def main() -> None:
     with report.scratch("page") as folder, browsers.started() as browser:
         start_s = time.monotonic()
         make(folder / "run", num_steps)
-        say(f"a run of {num_steps:,} steps and {num_steps * GROUP_SIZE:,} answers made in {time.monotonic() - start_s:.0f} s")
+        say(f"{num_steps:,} steps and {num_steps * GROUP_SIZE:,} answers made in {time.monotonic() - start_s:.0f} s")
         looked = look_at(browser, folder / "run", num_steps, folder / "cache", 1 if quick else REPEATS)
         size_mb = demo_file_mb(folder, quick)
         rates = measure(browser, folder, Lengths.QUICK if quick else Lengths.FULL)
@@ -120,7 +120,9 @@ def main() -> None:
         "the demo as one file (MB)": report.at_most(FILE_TARGET_MB, [size_mb], quick=quick),
     }
     bars = {name: replace(bar, holds=None) if quick else bar for name, bar in bars.items()}
-    rows = [(name, f"{statistics.median(values):.3g}", f"{max(values):.3g}") for name, values in looked.items() if values]
+    rows = [
+        (name, f"{statistics.median(values):.3g}", f"{max(values):.3g}") for name, values in looked.items() if values
+    ]
     rows += [(f"submissions/s, {name}", f"{statistics.median(v):.4g}", f"{max(v):.4g}") for name, v in rates.items()]
     report.show(
         "page", ("what", "median", "most"), rows, bars, quick=quick, num_steps=num_steps, looked=looked, rates=rates,

@@ -44,7 +44,9 @@ def measure(browser: Any, folder: Path, lengths: Lengths) -> dict[str, list[floa
             rates["alone"].append(_rate(server, seconds))
             with _watched(browser, server.url, token):
                 rates["watched"].append(_rate(server, seconds))
-            report.say("page", f"round {number + 1}: {rates['alone'][-1]:,.0f}/s, watched {rates['watched'][-1]:,.0f}/s")
+            report.say(
+                "page", f"round {number + 1}: {rates['alone'][-1]:,.0f}/s, watched {rates['watched'][-1]:,.0f}/s"
+            )
         held = server.stop()
     assert not held["violations"], held["violations"][:3]
     return rates
@@ -77,8 +79,7 @@ def _watched(browser: Any, url: str, token: str) -> Iterator[None]:
         async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session:
             (await session.get(f"{url}/page/?token={token}")).raise_for_status()
             streams = [asyncio.create_task(listen(number, session)) for number in range(NUM_STREAMS)]
-            while not is_over.is_set():
-                await asyncio.sleep(0.2)
+            await asyncio.to_thread(is_over.wait)
             for stream in streams:
                 stream.cancel()
 

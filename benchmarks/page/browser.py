@@ -20,11 +20,13 @@ NOTE_FIRST_PICTURE = """
   const look = () => {
     const drawn = document.querySelector("figure[data-metric=reward] canvas");
     if (!drawn) return false;
-    requestAnimationFrame(() => requestAnimationFrame(() => { document.documentElement.dataset.drawnMs = performance.now(); }));
+    const note = () => { document.documentElement.dataset.drawnMs = performance.now(); };
+    requestAnimationFrame(() => requestAnimationFrame(note));
     return true;
   };
   const watching = new MutationObserver(() => { if (look()) watching.disconnect(); });
-  addEventListener("DOMContentLoaded", () => watching.observe(document.documentElement, {childList: true, subtree: true}));
+  const watch = () => watching.observe(document.documentElement, {childList: true, subtree: true});
+  addEventListener("DOMContentLoaded", watch);
 """
 """Notes when the first chart has been painted, in milliseconds after the browser set out for the page."""
 SHOW_ANSWERS = """

@@ -1,7 +1,7 @@
 """Makes the folder of a run as long as no test could train: through the ledger's own schema, but row by row in bulk.
 
-Every row satisfies the schema's constraints and foreign keys, and the sums of tokens hold; only seeds and digests, which
-nobody looks at here, are made up. A step trains one group. Rewards rise with the step.
+Every row satisfies the schema's constraints and foreign keys, and the sums of tokens hold; only seeds and digests,
+which nobody looks at here, are made up. A step trains one group. Rewards rise with the step.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def _tables(num_steps: int) -> Iterator[tuple[str, str, Iterator[tuple[Any, ...]
     yield (
         "batches", "id, step, bound, state, from_version, to_version, num_trained_tokens, num_stale_tokens, "
         "num_abandoned_tokens, max_staleness, last_reward, claimed_at, trained_at",
-        ((step + 1, step, 4, "trained", step, step + 1, tokens, 0, 0, min(1, step), (step + 1) * num, at(step), at(step))
-         for step in steps),
+        ((step + 1, step, 4, "trained", step, step + 1, tokens, 0, 0, min(1, step), (step + 1) * num, at(step),
+          at(step)) for step in steps),
     )  # fmt: skip
     prompts = [np.array([3 + number % 10, 4], np.int32).tobytes() for number in range(NUM_TEXTS)]
     yield (

@@ -19,7 +19,9 @@ FLAGS = (
 @contextmanager
 def started_browser() -> Iterator[Any]:
     """Starts Chromium; skips the test that asks for it on a machine without."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: pip install playwright"
+    )
     if CHROMIUM is None:
         pytest.skip("no chromium on PATH: apt-get install chromium")
     with playwright.sync_playwright() as started:

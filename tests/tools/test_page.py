@@ -10,13 +10,17 @@ import json
 import re
 import shutil
 import socket
+import urllib.error
+import urllib.request
 from html.parser import HTMLParser
 from pathlib import Path
 
+import nbformat
 import numpy as np
 import pytest
 from browsers import Opened, figure, started_browser
 from ledger_run import full_step, version
+from nbclient import NotebookClient
 
 from offbeat.cli.main import main
 from offbeat.ledger.ledger import Ledger
@@ -165,7 +169,11 @@ def test_mistakes_are_one_line(run: Path, capsys: pytest.CaptureFixture[str]):
     told = capsys.readouterr().err.splitlines()
     words = (
         *("is a folder", "does not exist; create it", "there is no such run", "goes only with --out"),
-        *("do not go together", "is named twice; name each run once", "cannot listen there: Address already in use; leave it out for any free port"),
+        *(
+            "do not go together",
+            "is named twice; name each run once",
+            "cannot listen there: Address already in use; leave it out for any free port",
+        ),
     )
     assert len(told) == len(words)
     for line, wanted in zip(told, words, strict=True):
@@ -253,7 +261,9 @@ def called(app: PageApp, path: str, query: str = "", cookie: str = "") -> tuple[
     return sent[0]["status"], headers, b"".join(message.get("body", b"") for message in sent[1:])
 
 
-@pytest.mark.parametrize("path", ["/", "/data/answers", "/data/texts", "/data/metrics", "/data/timeline", "/data/changes"])
+@pytest.mark.parametrize(
+    "path", ["/", "/data/answers", "/data/texts", "/data/metrics", "/data/timeline", "/data/changes"]
+)
 def test_a_served_page_needs_its_token(run: Path, path: str):
     app = PageApp([run], "right")
     for query, cookie in (("", ""), ("token=wrong", ""), ("", "offbeat_0=right"), ("token=", "")):
@@ -273,7 +283,10 @@ def test_a_page_for_a_notebook_has_its_token_in_the_path(run: Path, path: str):
     status, headers, body = called(app, "/right/")
     assert (status, b"<script" in body) == (200, True)
     assert "frame-ancestors http://localhost:*" in headers["content-security-policy"]
-    assert "frame-ancestors 'none'" in called(PageApp([run], "t"), "/", cookie=cookie_of("t"))[1]["content-security-policy"]
+    assert (
+        "frame-ancestors 'none'"
+        in called(PageApp([run], "t"), "/", cookie=cookie_of("t"))[1]["content-security-policy"]
+    )
 
 
 def cookie_of(token: str) -> str:
@@ -365,7 +378,9 @@ def test_a_trace_is_read_on_while_it_grows(tmp_path: Path):
 def test_a_window_of_the_time_line_keeps_long_spans_and_sums_up_short_ones(tmp_path: Path):
     trace = Trace(tmp_path / "trace.json")
     for number in range(2000):
-        trace.record("trainer", "train" if number % 100 == 0 else "wait", number, number + (0.9 if number % 100 == 0 else 0.001))
+        trace.record(
+            "trainer", "train" if number % 100 == 0 else "wait", number, number + (0.9 if number % 100 == 0 else 0.001)
+        )
     trace.close()
     spans = Spans(tmp_path)
     spans.read_all()
@@ -379,3 +394,25 @@ def test_a_window_of_the_time_line_keeps_long_spans_and_sums_up_short_ones(tmp_p
     close = spans.window(begin, begin + 20, limit=100)
     assert all(span[6] == 1 for span in close["spans"])
     assert len(close["spans"]) == 21
+
+
+@pytest.mark.full
+def test_a_notebook_shows_the_page_in_a_frame_until_its_kernel_ends(run: Path):
+    client = NotebookClient(nbformat.v4.new_notebook(), timeout=120)
+    cells = [f"import offbeat\nrun = offbeat.Run({str(run)!r})", "run.page()", "run.page().close()\nrun.page()"]
+    client.nb.cells = [nbformat.v4.new_code_cell(text) for text in cells]
+    with client.setup_kernel():
+        for number in range(3):
+            client.execute_cell(client.nb.cells[number], number)
+        shown = [cell.outputs[0].data["text/html"] for cell in client.nb.cells[1:]]
+        closed, link = (re.search(r'<iframe src="([^"]+)"', text)[1] for text in shown)
+        with urllib.request.urlopen(link, timeout=60) as answer:
+            assert (answer.status, answer.headers["X-Frame-Options"]) == (200, None)
+        curves = json.load(urllib.request.urlopen(f"{link}data/metrics?name=reward&run=a", timeout=60))
+        assert set(curves["columns"]) <= {"reward"}
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(link.replace(link.split("/")[3], "wrong"), timeout=60)
+        with pytest.raises(urllib.error.URLError, match="refused"):
+            urllib.request.urlopen(closed, timeout=60)
+    with pytest.raises(urllib.error.URLError, match="refused"):
+        urllib.request.urlopen(link, timeout=60)

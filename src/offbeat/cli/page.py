@@ -1,4 +1,4 @@
-"""`offbeat page`: shows the metrics, answers, workers and events of runs in a browser, or writes them as one HTML file."""
+"""`offbeat page`: shows metrics, answers, workers and events of runs in a browser, or writes them as one HTML file."""
 
 from __future__ import annotations
 

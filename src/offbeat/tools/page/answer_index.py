@@ -189,7 +189,9 @@ class AnswerIndex:
         found = {}
         for name in ("purpose", "source", "worker", "state"):
             counts = np.bincount(self._columns[name][: self.num_rows], minlength=1)
-            found[name] = sorted(word for word, code in self._words[name].items() if code < len(counts) and counts[code])
+            found[name] = sorted(
+                word for word, code in self._words[name].items() if code < len(counts) and counts[code]
+            )
         return found
 
     def newest_of_workers(self) -> dict[str, tuple[int, int | None]]:
@@ -242,9 +244,7 @@ class AnswerIndex:
         self._open, self.num_abandoned = set(about["open"]), about["num_abandoned"]
 
 
-def _in_order(
-    places: np.ndarray, columns: Mapping[str, np.ndarray], order: str, start: int, count: int
-) -> np.ndarray:
+def _in_order(places: np.ndarray, columns: Mapping[str, np.ndarray], order: str, start: int, count: int) -> np.ndarray:
     """Returns `count` of `places` from number `start` on. Among equals, the newest comes first."""
     if order in ("newest", "oldest"):
         sorted_places = places if order == "oldest" else places[::-1]

@@ -77,7 +77,7 @@ class BackgroundPage:
             app: PageApp = PageApp(self.paths, self._token, share=BESIDE_SHARE, is_framed=self._is_framed)
             self._server = uvicorn.Server(server_config(app))
             asyncio.run(self._server.serve([self._listener]))
-        except Exception:  # noqa: BLE001 - whoever trains goes on, whatever happens to the page
+        except Exception:
             log.exception("the page ended by an error")
 
     def __repr__(self) -> str:

@@ -76,7 +76,7 @@ def document(title: str, data: bytes | None) -> tuple[str, str]:
 
 
 def names_of(paths: Sequence[Path]) -> dict[str, Path]:
-    """Returns runs by the names that the page has for them: those of their folders, with a number where two are alike."""
+    """Returns runs by the names that the page has for them: those of their folders, numbered where alike."""
     found: dict[str, Path] = {}
     for path in paths:
         name = path.absolute().name

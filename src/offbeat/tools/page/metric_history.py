@@ -181,7 +181,9 @@ class MetricHistory:
         """Returns how many rows of `num_rows` share a bucket."""
         return 1 << max(0, math.ceil(math.log2(max(1, num_rows) / MAX_POINTS)))
 
-    def thinned(self, names: Sequence[str], *, after: int = 0, steps: tuple[float, float] | None = None) -> dict[str, Any]:
+    def thinned(
+        self, names: Sequence[str], *, after: int = 0, steps: tuple[float, float] | None = None
+    ) -> dict[str, Any]:
         """Returns the curves of `names`, from the bucket with row `after` on; with `steps`, only the rows within, in
         smaller buckets. `at` is the number of the first bucket, and `size` the number of rows in a bucket."""
         low, high = 0, self.num_rows

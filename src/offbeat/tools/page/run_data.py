@@ -144,7 +144,9 @@ class RunData:
         def read(ledger: Ledger) -> dict[str, dict[str, Any]]:
             for worker, (task, version) in newest.items():
                 found = ledger.task_detail(task).trajectory
-                engines = [part.engine for part in found.segments if part.worker == worker and part.engine] if found else []
+                engines = (
+                    [part.engine for part in found.segments if part.worker == worker and part.engine] if found else []
+                )
                 engine = without_paths(engines[-1]) if engines else ""
                 made[worker] = {"engine": engine, "device": device_in(engine), "version": version}
             return made

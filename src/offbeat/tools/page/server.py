@@ -162,7 +162,11 @@ class PageApp:
 
     async def _stream(self, cursors: list[Cursor]) -> AsyncIterator[bytes]:
         feeds = list(self._feeds.values())
-        is_first, written_s, trouble = all(cursor.metrics < 0 for cursor in cursors), time.monotonic(), [""] * len(feeds)
+        is_first, written_s, trouble = (
+            all(cursor.metrics < 0 for cursor in cursors),
+            time.monotonic(),
+            [""] * len(feeds),
+        )
         try:
             await asyncio.gather(*(feed.enter() for feed in feeds))
             while True:
@@ -197,8 +201,8 @@ def page_token(run: Path) -> str:
 
 
 def _asked(given: Mapping[str, str]) -> tuple[Asked, str, int, int]:
-    """Returns the conditions, the order and the range that a call for answers names. Raises `ValueError` about the first
-    that cannot be."""
+    """Returns the conditions, the order and the range that a call for answers names. Raises `ValueError` about the
+    first that cannot be."""
     asked = Asked()
     for name, kind in Asked.__annotations__.items():
         if word := given.get(name):

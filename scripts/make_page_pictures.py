@@ -1,0 +1,70 @@
+"""Draws the pictures of the page in README.md and docs/page.md, from a run that this script trains first:
+`python scripts/make_page_pictures.py [RUN]`.
+
+Needs Chromium and the Python package playwright. With RUN, a run's folder, it takes that run instead. The demo as a
+swarm of two workers, a hundred steps long, takes a few minutes.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from benchmarks.page.browser import started
+
+PICTURES = Path(__file__).resolve().parent.parent / "docs"
+WORDS = ("--run.name=demo", "--run.steps=100", "--rollout.workers=2", "--schedule.mode=overlap", "--log.console=quiet")
+VIEWS = {"learning": 760, "time": 520, "answers": 560}
+"""Views that are drawn, with the heights of their pictures."""
+WIDTH = 1100
+COLOURS = 64
+"""Colours of a picture: the page has few, and a PNG with a palette is a third of the size."""
+
+
+def train(folder: Path) -> Path:
+    subprocess.run([sys.executable, "-m", "offbeat", "train", *WORDS], cwd=folder, check=True)
+    return folder / "runs" / "demo"
+
+
+def draw(run: Path, folder: Path) -> None:
+    file = folder / "demo.html"
+    subprocess.run([sys.executable, "-m", "offbeat", "page", str(run), "--out", str(file)], check=True)
+    with started() as browser:
+        for view, height in VIEWS.items():
+            for scheme in ("light", "dark") if view == "learning" else ("light",):
+                context = browser.new_context(viewport={"width": WIDTH, "height": height}, color_scheme=scheme)
+                page = context.new_page()
+                page.goto(f"{file.as_uri()}#{view}")
+                page.wait_for_selector("main section:not([hidden]) :is(canvas, tbody tr)")
+                _show(page, view)
+                page.wait_for_timeout(500)
+                name = f"page-{view}{'-dark' if scheme == 'dark' else ''}.png"
+                shot = folder / name
+                page.screenshot(path=shot)
+                Image.open(shot).convert("RGB").quantize(COLOURS).save(PICTURES / name, optimize=True)
+                print(f"{PICTURES / name}: {(PICTURES / name).stat().st_size / 1e3:.0f} KB")
+                context.close()
+
+
+def _show(page: Any, view: str) -> None:
+    """Goes to what a picture shows of a view."""
+    if view == "time":
+        page.click("text=newest")
+    if view == "answers":
+        page.click("tbody a >> nth=0")
+        page.wait_for_selector(".response")
+        page.check("input[name=shade][value=logprob]")
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        draw(Path(sys.argv[1]) if len(sys.argv) > 1 else train(Path(scratch)), Path(scratch))
+
+
+if __name__ == "__main__":
+    main()
