@@ -219,7 +219,8 @@ class AnswerIndex:
             unfinished = file.with_name(f"{file.name}.{os.getpid()}")
             with open(unfinished, "wb") as made:
                 encoded = np.frombuffer(json.dumps(about).encode(), np.uint8)
-                np.savez(made, about=encoded, **{n: v[: self.num_rows] for n, v in self._columns.items()})
+                columns: dict[str, Any] = {name: values[: self.num_rows] for name, values in self._columns.items()}
+                np.savez(made, about=encoded, **columns)
             unfinished.replace(file)
             self.num_saved = self.num_rows
 

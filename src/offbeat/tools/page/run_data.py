@@ -139,19 +139,23 @@ class RunData:
     def makers(self, newest: Mapping[str, tuple[int, int | None]]) -> dict[str, dict[str, Any]]:
         """Returns the engine, the device and the version of workers, as their newest answer tells. `newest` are the
         task and the version of that answer, by worker."""
-        made: dict[str, dict[str, Any]] = {}
+        workers = {task: worker for worker, (task, _) in newest.items()}
+        none: dict[str, dict[str, Any]] = {}
 
         def read(ledger: Ledger) -> dict[str, dict[str, Any]]:
-            for worker, (task, version) in newest.items():
-                found = ledger.task_detail(task).trajectory
-                engines = (
-                    [part.engine for part in found.segments if part.worker == worker and part.engine] if found else []
-                )
-                engine = without_paths(engines[-1]) if engines else ""
-                made[worker] = {"engine": engine, "device": device_in(engine), "version": version}
-            return made
+            rows = ledger.rows_of_tasks(workers)
+            engines = {}
+            for row, found in zip(rows, ledger.load_trajectories(rows), strict=True):
+                worker = workers[row.task]
+                parts = () if found is None else found.segments
+                own = [part.engine for part in parts if part.worker == worker and part.engine]
+                engines[worker] = without_paths(own[-1]) if own else ""
+            return {
+                worker: {"engine": engine, "device": device_in(engine), "version": newest[worker][1]}
+                for worker, engine in engines.items()
+            }
 
-        return self._with_ledger(read, made)
+        return self._with_ledger(read, none)
 
     def previews(self, tasks: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Returns the beginnings of prompt and response of each of `tasks`, by task."""

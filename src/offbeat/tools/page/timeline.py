@@ -22,6 +22,7 @@ MAX_WINDOW_SPANS = 4000
 CELLS = 400
 """Cells along a window, in which narrow spans are summed up."""
 STEPS_SHOWN_FIRST = 6
+TRAINER = "trainer"
 NO_ANSWERS = -1
 NUM_FIELDS = 5
 
@@ -93,7 +94,7 @@ class Spans:
         ends = start + seconds
         whole = (float(start.min()), float(ends.max())) if len(rows) else (0.0, 0.0)
         low, high = whole[0] if begin is None else begin, whole[1] if end is None else end
-        trained = np.sort(ends[name == self.names.index("train")]) if "train" in self.names else np.zeros(0)
+        trained = self._trained(rows)
         inside = np.flatnonzero((ends >= low) & (start <= high))
         wide = inside
         if len(inside) > limit:
@@ -119,6 +120,13 @@ class Spans:
             "spans": [[*span[:5], step, span[5]] for span, step in zip(shown, steps, strict=True)],
             "sums": self._sums(rows),
         }
+
+    def _trained(self, rows: np.ndarray) -> np.ndarray:
+        """Returns when the trainer had trained each step; spans of its ranks are about the same steps."""
+        if "train" not in self.names or TRAINER not in self.tracks:
+            return np.zeros(0)
+        is_step = (rows[:, 0] == self.tracks.index(TRAINER)) & (rows[:, 1] == self.names.index("train"))
+        return np.sort(rows[is_step, 2] + rows[is_step, 3])
 
     def _sums(self, rows: np.ndarray) -> list[list[float]]:
         """Returns track, name, number of spans and seconds, of each track and name."""
