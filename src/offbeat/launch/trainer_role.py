@@ -177,7 +177,6 @@ def _make_parts(config: Config, folder: Path, event: Callable[..., None], gang: 
     """Makes this rank's parts of a trainer, whose checkpoints are in `folder`."""
     from offbeat.launch import model_parts
     from offbeat.trainer.checkpoint import Checkpoints
-    from offbeat.trainer.gang import GangLeader
 
     model_parts.prepare_torch(config)
     model = model_parts.load(config) if gang is None else model_parts.load_for_gang(config)
