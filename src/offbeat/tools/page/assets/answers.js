@@ -193,7 +193,9 @@ export class AnswersView {
 
   shades() {
     const choice = (/** @type {string} */ value, /** @type {string} */ label) => el("label", {}, el("input", { type: "radio", name: "shade", value, checked: this.shade === value, onchange: () => { this.shade = value; this.draw(); } }), ` ${label} `);
-    return el("fieldset", { class: "shades" }, el("legend", {}, "tokens coloured by"), choice("version", "version"), choice("logprob", "log-prob"), choice("staleness", "staleness"), choice("none", "nothing"));
+    const key = /** @type {Record<string, [string, string]>} */ ({ logprob: ["likely", "below −2.8"], staleness: ["0 steps", "4 or more"] })[this.shade];
+    const scale = key ? el("span", { class: "scale" }, key[0], ...[0, 1, 2, 3, 4].map((heat) => el("span", { class: `token heat${heat}` }, "  ")), key[1]) : null;
+    return el("fieldset", { class: "shades" }, el("legend", {}, "tokens coloured by"), choice("version", "version"), choice("logprob", "log-prob"), choice("staleness", "staleness"), choice("none", "nothing"), scale);
   }
 }
 
@@ -280,7 +282,7 @@ function legend(text) {
   const rows = text.segments.map((/** @type {Row} */ s) => [
     `${s.start}–${s.start + s.num_tokens - 1}`,
     s.version === null ? "given" : el("span", { class: `token bg-${PALETTE[order.indexOf(s.version) % PALETTE.length]}` }, `version ${s.version}${s.is_abandoned ? ", abandoned" : ""}`),
-    s.step ?? "–", s.staleness ?? "not trained", oneLine(s.worker || "–", 40), oneLine(s.engine || "–", 40),
+    s.step ?? "–", s.staleness ?? "not trained", oneLine(s.worker || "–", 40), oneLine(s.engine || "–", 200),
     s.logprobs && s.logprobs.length ? number(s.logprobs.reduce((/** @type {number} */ a, /** @type {number} */ b) => a + b, 0) / s.logprobs.length) : "–",
   ]);
   return table(["tokens", "version", "of step", "staleness", "worker", "engine", "mean log-prob"], rows);

@@ -23,10 +23,10 @@ export const PALETTE = ["c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8"];
 /**
  * A figure with a chart of `lines` over `x`. Where lines have `low` and `high`, the space between is filled. The reader
  * chooses a part of the x axis by dragging, or with + and -; then `onZoom` is called with it, or with null for all.
- * @param {{title: string, about?: string, x: number[], xName: string, lines: Line[], isLog?: boolean, height?: number, from0?: boolean, zoom?: [number, number]|null, onZoom?: ((zoom: [number, number]|null) => void)|null}} options
+ * @param {{title: string, about?: string, x: number[], xName: string, lines: Line[], isLog?: boolean, height?: number, from0?: boolean, zoom?: [number, number]|null, cursor?: number|null, onZoom?: ((zoom: [number, number]|null) => void)|null}} options
  */
 export function chart(options) {
-  const { title, about, x, xName, isLog = false, height = 220, from0 = false, zoom = null, onZoom = null } = options;
+  const { title, about, x, xName, isLog = false, height = 220, from0 = false, zoom = null, cursor = null, onZoom = null } = options;
   const lines = withEdges(options.lines);
   const figure = el("figure", { class: lines.length > 8 ? "chart many" : "chart", tabindex: 0, "aria-label": inWords(title, options.lines, xName, x), "data-metric": title });
   const whole = zoom && onZoom ? el("button", { type: "button", class: "whole", onclick: () => onZoom(null) }, "whole run") : null;
@@ -71,8 +71,10 @@ export function chart(options) {
   });
   if (onZoom) plot.over.addEventListener("dblclick", () => onZoom(null));
   figure.addEventListener("focus", () => {
-    if (plot.cursor.idx === null || plot.cursor.idx === undefined) setCursor(plot, x.length - 1);
+    if (plot.cursor.idx === null || plot.cursor.idx === undefined) setCursor(plot, cursor ?? x.length - 1);
   });
+  if (cursor !== null) requestAnimationFrame(() => requestAnimationFrame(() => { if (drawn.has(plot)) setCursor(plot, Math.min(cursor, x.length - 1)); }));
+  /** @type {any} */ (figure).cursor = () => plot.cursor.idx ?? null;
   /** @type {any} */ (figure).close = () => {
     sizes.disconnect();
     drawn.delete(plot);

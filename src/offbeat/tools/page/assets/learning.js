@@ -74,6 +74,7 @@ export class LearningView {
     /** @type {Map<string, [number, number]>} parts of x axes that are looked at, by chart */ this.zooms = new Map();
     /** @type {Map<string, {key: string, curves: Map<string, import("./store.js").Curves>}>} by chart */ this.details = new Map();
     /** @type {string[]|null} names of the runs that are shown; null: all */ this.shown = null;
+    /** @type {{title: string, at: number|null}|null} chart that has the focus, and its cursor */ this.focused = null;
     this.hasChosenWindow = false;
     this.window.addEventListener("input", () => { this.hasChosenWindow = true; });
     place.append(
@@ -106,6 +107,19 @@ export class LearningView {
   }
 
   draw() {
+    // A run that goes on is drawn again and again: the reader keeps the chart and the place that the keys moved to.
+    const focused = /** @type {any} */ (document.activeElement?.closest("figure.chart"));
+    this.focused = focused && this.charts.contains(focused) ? { title: focused.dataset.metric, at: focused.cursor() } : null;
+    this.drawAll();
+    if (this.focused) this.figureOf(this.focused.title)?.focus({ preventScroll: true });
+  }
+
+  /** @param {string} title @returns {HTMLElement|null} */
+  figureOf(title) {
+    return this.charts.querySelector(`figure[data-metric="${CSS.escape(title)}"]`);
+  }
+
+  drawAll() {
     closeCharts(this.charts);
     this.charts.replaceChildren();
     this.tiles();
@@ -148,7 +162,7 @@ export class LearningView {
       return { x: curves.x[kind], lines };
     });
     const lines = tables.flatMap((table) => table.lines);
-    const common = { title, about, xName: X_AXES[/** @type {keyof X_AXES} */ (kind)], isLog: this.isLog.checked, zoom, ...options,
+    const common = { title, about, xName: X_AXES[/** @type {keyof X_AXES} */ (kind)], isLog: this.isLog.checked, zoom, ...options, cursor: this.focused?.title === title ? this.focused.at : null,
       onZoom: (/** @type {[number, number]|null} */ chosen) => { this.choose(title, chosen); } };
     if (tables.length === 1) {
       this.charts.append(chart({ ...common, x: tables[0].x, lines }));
@@ -164,8 +178,9 @@ export class LearningView {
   choose(title, zoom) {
     if (zoom) this.zooms.set(title, zoom);
     else this.zooms.delete(title);
-    this.draw();
-    /** @type {HTMLElement|null} */ (this.charts.querySelector(`figure[data-metric="${CSS.escape(title)}"]`))?.focus({ preventScroll: true });
+    this.focused = null; // the cursor counts from another step now
+    this.drawAll();
+    this.figureOf(title)?.focus({ preventScroll: true });
   }
 
   /**

@@ -33,7 +33,7 @@ export class StalenessView {
       const sums = x.map(() => 0);
       const areas = ages.map((age, i) => {
         const values = curves.mean(`num_tokens/staleness_${age}`).map((v, n) => (sums[n] += v ?? 0));
-        return { label: `≤ ${age} old`, values, kind: /** @type {const} */ ("area"), colour: PALETTE[i % PALETTE.length] };
+        return { label: age === "0" ? "of this step" : `${age} ${age === "1" ? "step" : "steps"} old`, values, kind: /** @type {const} */ ("area"), colour: PALETTE[i % PALETTE.length] };
       });
       made.push(chart({ title: "trained tokens by age", about: curves.size > 1 ? "a step, stacked" : "stacked", x, xName: "step", lines: areas.reverse(), from0: true }));
     }
