@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import uvicorn
 
-    from offbeat.tools.page.server import PageApp
-
 log = logging.getLogger(__name__)
 
 END_WITHIN_S = 3.0
@@ -70,12 +68,10 @@ class BackgroundPage:
         if self._is_over in called:
             return
         try:
-            import uvicorn
+            from offbeat.tools.page.server import BESIDE_SHARE, PageApp, server_of
 
-            from offbeat.tools.page.server import BESIDE_SHARE, PageApp, server_config
-
-            app: PageApp = PageApp(self.paths, self._token, share=BESIDE_SHARE, is_framed=self._is_framed)
-            self._server = uvicorn.Server(server_config(app))
+            app = PageApp(self.paths, self._token, share=BESIDE_SHARE, is_framed=self._is_framed)
+            self._server = server_of(app)
             asyncio.run(self._server.serve([self._listener]))
         except Exception:
             log.exception("the page ended by an error")

@@ -37,6 +37,7 @@ from offbeat.tools.page.document import document, names_of
 from offbeat.tools.page.feed import POLL_S, Cursor, RunFeed
 
 TOKEN = "page.token"
+END_WITHIN_S = 5
 PING_EVERY_S = 15.0
 """A silent stream is written to this often, so that proxies do not end it."""
 ANSWERS_PER_CALL = 1000
@@ -59,6 +60,8 @@ class PageApp:
 
     def __init__(self, paths: Sequence[Path], token: str, *, share: float = OWN_SHARE, is_framed: bool = False):
         self._token, self._is_framed = token, is_framed
+        self.is_closing: Callable[[], bool] = lambda: False
+        """Whether the server is about to end, so that streams end, too."""
         self._feeds = {name: RunFeed(path, name, share) for name, path in names_of(paths).items()}
         self._epoch = secrets.token_hex(4)
         self._cookie = f"offbeat_{hashlib.sha256(token.encode()).hexdigest()[:12]}"
@@ -169,7 +172,7 @@ class PageApp:
         )
         try:
             await asyncio.gather(*(feed.enter() for feed in feeds))
-            while True:
+            while not self.is_closing():
                 changes = []
                 for number, (feed, cursor) in enumerate(zip(feeds, cursors, strict=True)):
                     change = await asyncio.to_thread(feed.changes, cursor)
@@ -245,7 +248,7 @@ async def serve_page(app: PageApp, port: int, on_link: Callable[[str], None]) ->
     """Serves the page on loopback until a signal ends it; calls `on_link` with its address once it listens."""
     listener = listen(port)
     on_link(f"http://127.0.0.1:{listener.getsockname()[1]}{app.link}")
-    await uvicorn.Server(server_config(app)).serve([listener])
+    await server_of(app).serve([listener])
 
 
 def listen(port: int) -> socket.socket:
@@ -257,7 +260,11 @@ def listen(port: int) -> socket.socket:
         raise UserError(f"--port {port}: cannot listen there: {why}; leave it out for any free port") from error
 
 
-def server_config(app: PageApp) -> uvicorn.Config:
-    return uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=1
+def server_of(app: PageApp) -> uvicorn.Server:
+    """Returns the server of a page, whose streams end with it."""
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=END_WITHIN_S
     )
+    server = uvicorn.Server(config)
+    app.is_closing = lambda: server.should_exit
+    return server
