@@ -1,8 +1,8 @@
 """Draws the pictures of the page in README.md and docs/page.md, from a run that this script trains first:
 `python scripts/make_page_pictures.py [RUN]`.
 
-Needs Chromium and the Python package playwright. With RUN, a run's folder, it takes that run instead. The demo as a
-swarm of two workers, a hundred steps long, takes a few minutes.
+Needs Chromium and the Python package playwright. With RUN, a run's folder, it takes that run instead. The run is the
+demo, which takes a minute or two.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from PIL import Image
 from benchmarks.page.browser import started
 
 PICTURES = Path(__file__).resolve().parent.parent / "docs"
-WORDS = ("--run.name=demo", "--run.steps=100", "--rollout.workers=2", "--schedule.mode=overlap", "--log.console=quiet")
-VIEWS = {"learning": 760, "time": 520, "answers": 560}
+WORDS = ("--run.name=demo", "--log.console=quiet")
+VIEWS = {"learning": 760, "time": 520, "answers": 760}
 """Views that are drawn, with the heights of their pictures."""
 WIDTH = 1100
-COLOURS = 64
+COLOURS = 200
 """Colours of a picture: the page has few, and a PNG with a palette is a third of the size."""
 
 
@@ -56,7 +56,10 @@ def _show(page: Any, view: str) -> None:
     if view == "time":
         page.click("text=newest")
     if view == "answers":
-        page.click("tbody a >> nth=0")
+        page.evaluate("location.hash = '#answers?step=0&order=worst'")  # the model makes mistakes before it is trained
+        page.wait_for_selector("#view-answers .count")
+        page.wait_for_timeout(500)
+        page.click("#view-answers tbody a >> nth=0")
         page.wait_for_selector(".response")
         page.check("input[name=shade][value=logprob]")
 

@@ -194,7 +194,7 @@ export class AnswersView {
   shades() {
     const choice = (/** @type {string} */ value, /** @type {string} */ label) => el("label", {}, el("input", { type: "radio", name: "shade", value, checked: this.shade === value, onchange: () => { this.shade = value; this.draw(); } }), ` ${label} `);
     const key = /** @type {Record<string, [string, string]>} */ ({ logprob: ["likely", "below −2.8"], staleness: ["0 steps", "4 or more"] })[this.shade];
-    const scale = key ? el("span", { class: "scale" }, key[0], ...[0, 1, 2, 3, 4].map((heat) => el("span", { class: `token heat${heat}` }, "  ")), key[1]) : null;
+    const scale = key ? el("span", { class: "scale" }, `${key[0]} `, ...[0, 1, 2, 3, 4].map((heat) => el("span", { class: `token heat${heat}` }, "  ")), ` ${key[1]}`) : null;
     return el("fieldset", { class: "shades" }, el("legend", {}, "tokens coloured by"), choice("version", "version"), choice("logprob", "log-prob"), choice("staleness", "staleness"), choice("none", "nothing"), scale);
   }
 }

@@ -241,9 +241,18 @@ export class TimelineView {
       pen.moveTo(x, AXIS_HEIGHT - 4);
       pen.lineTo(x, height);
       pen.stroke();
-      pen.fillText(duration(Math.max(0, Number(t.toPrecision(9)))), x + 2, AXIS_HEIGHT / 2);
+      pen.fillText(clock(Math.max(0, t), gap), x + 2, AXIS_HEIGHT / 2);
     }
   }
+}
+
+/** A time on the axis, as hours, minutes and seconds, as finely as its marks are apart. @param {number} seconds @param {number} gap */
+function clock(seconds, gap) {
+  const digits = Math.max(0, Math.min(6, -Math.floor(Math.log10(gap) + 1e-9)));
+  const rounded = Number(seconds.toFixed(digits)), minutes = Math.floor(rounded / 60);
+  if (minutes === 0) return `${rounded.toFixed(digits)} s`;
+  const left = (rounded - 60 * minutes).toFixed(digits).padStart(digits ? digits + 3 : 2, "0");
+  return minutes < 60 ? `${minutes}:${left}` : `${Math.floor(minutes / 60)}:${String(minutes % 60).padStart(2, "0")}:${left}`;
 }
 
 function hint() {
