@@ -283,33 +283,33 @@ def test_dragging_over_a_long_run_looks_closer_and_a_double_click_shows_all(brow
     shutil.copytree(run, long)
     with (long / "metrics.jsonl").open("w") as file:
         for step in range(1, 4001):
-            row = {"step": step, "reward": 0.5, "reward_std": 0.1, "grad_norm": 50.0 if step == 3003 else 1.0}
+            row = {"step": step, "reward": 50.0 if step == 3003 else 1.0, "reward_std": 0.1}
             file.write(json.dumps(row | {"seconds": 1.0}) + "\n")
     with served(long) as link:
         opened = Opened(browser, link, offline=False, viewport={"width": 1280, "height": 800})
-        opened.page.wait_for_selector("figure[data-metric=grad_norm] canvas")
-        chart = "figure[data-metric=grad_norm]"
+        chart = "figure[data-metric=reward]"
+        opened.page.wait_for_selector(f"{chart} canvas")
         opened.page.focus(chart)
         for _ in range(3):
             opened.page.keyboard.press("+")
         opened.page.wait_for_selector(f"{chart} .whole")
-        box = opened.page.locator(f"{chart} .u-over").bounding_box()
-        opened.page.mouse.dblclick(box["x"] + 5, box["y"] + 5)
+        opened.page.dispatch_event(f"{chart} .u-over", "dblclick")
         _waited(lambda: opened.page.locator(f"{chart} .whole").count() == 0)
+        box = _waited(lambda: opened.page.locator(f"{chart} .u-over").bounding_box())
         at = box["x"] + box["width"] * 3003 / 4000
-        opened.page.mouse.move(at - 6, box["y"] + 20)
+        opened.page.mouse.move(at - 12, box["y"] + 20)
         opened.page.mouse.down()
-        opened.page.mouse.move(at + 6, box["y"] + 20, steps=4)
+        opened.page.mouse.move(at + 12, box["y"] + 20, steps=4)
         opened.page.mouse.up()
-        opened.page.focus(chart)
+        opened.page.wait_for_selector(f"{chart} .whole")
         seen = set()
 
         def has_spike() -> bool:
             opened.page.focus(chart)
             for key in ("Home", *["ArrowRight"] * 60):
                 opened.page.keyboard.press(key)
-                shown = opened.values("grad_norm")
-                seen.add((shown["step"], next(value for name, value in shown.items() if name.startswith("grad_norm"))))
+                shown = opened.values("reward")
+                seen.add((shown["step"], next(value for name, value in shown.items() if name.startswith("reward"))))
             return ("3,003", "50") in seen
 
         opened.page.evaluate("document.querySelector('#smoothing').value = 1")

@@ -71,7 +71,7 @@ export function chart(options) {
   });
   if (onZoom) plot.over.addEventListener("dblclick", () => onZoom(null));
   figure.addEventListener("focus", () => {
-    if (plot.cursor.idx === null || plot.cursor.idx === undefined) setCursor(plot, cursor ?? x.length - 1);
+    if (plot.cursor.idx === null || plot.cursor.idx === undefined) setCursor(plot, cursor ?? lastShown(plot));
   });
   if (cursor !== null) requestAnimationFrame(() => requestAnimationFrame(() => { if (drawn.has(plot)) setCursor(plot, Math.min(cursor, x.length - 1)); }));
   /** @type {any} */ (figure).cursor = () => plot.cursor.idx ?? null;
@@ -142,14 +142,24 @@ function spread(/** @type {number|null} */ low, /** @type {number|null} */ high,
 
 /** @param {any} plot @param {KeyboardEvent} event */
 function moveCursor(plot, event) {
-  const last = plot.data[0].length - 1;
+  const x = plot.data[0], { min } = plot.scales.x;
+  const first = Math.max(0, x.findIndex((/** @type {number} */ v) => v >= min));
+  const last = lastShown(plot);
   const now = plot.cursor.idx ?? last;
-  const far = Math.max(1, Math.round(last / 10));
-  const moves = { ArrowLeft: now - 1, ArrowRight: now + 1, PageUp: now - far, PageDown: now + far, Home: 0, End: last };
+  const far = Math.max(1, Math.round((last - first) / 10));
+  const moves = { ArrowLeft: now - 1, ArrowRight: now + 1, PageUp: now - far, PageDown: now + far, Home: first, End: last };
   if (!(event.key in moves)) return;
   event.preventDefault();
   const wanted = /** @type {any} */ (moves)[event.key];
-  setCursor(plot, Math.min(last, Math.max(0, wanted)));
+  setCursor(plot, Math.min(last, Math.max(first, wanted)));
+}
+
+/** Index of the last point that is within the chart. @param {any} plot */
+function lastShown(plot) {
+  const x = plot.data[0];
+  let last = x.length - 1;
+  while (last > 0 && x[last] > plot.scales.x.max) last -= 1;
+  return last;
 }
 
 function setCursor(/** @type {any} */ plot, /** @type {number} */ index) {
