@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from offbeat.errors import UserError
+from offbeat.errors import OffbeatError
 
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
@@ -45,6 +45,10 @@ SHOW_ANSWERS = """
 """Goes to a list of answers; returns the milliseconds until it is painted, its count in words, and its rows."""
 
 
+class NoBrowser(OffbeatError):
+    """This machine lacks a browser, or what drives it."""
+
+
 @contextmanager
 def started() -> Iterator[Any]:
     """Starts Chromium with Playwright."""
@@ -52,9 +56,9 @@ def started() -> Iterator[Any]:
     try:
         from playwright.sync_api import sync_playwright
     except ImportError as error:
-        raise UserError("this benchmark needs the package playwright: pip install playwright") from error
+        raise NoBrowser("this benchmark needs the package playwright: pip install playwright") from error
     if chromium is None:
-        raise UserError("this benchmark needs chromium on PATH: apt-get install chromium")
+        raise NoBrowser("this benchmark needs chromium on PATH: apt-get install chromium")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=list(FLAGS))
         try:

@@ -43,7 +43,7 @@ PING_EVERY_S = 15.0
 ANSWERS_PER_CALL = 1000
 TEXTS_PER_CALL = 64
 METRICS_PER_CALL = 64
-OWN_SHARE, BESIDE_SHARE = 0.6, 0.1
+OWN_SHARE, BESIDE_SHARE = 0.6, 0.05
 """Shares of a core for reading ahead: in a process of the page's own, and in one with other work to do."""
 HEADERS = {
     "Cache-Control": "no-store",
