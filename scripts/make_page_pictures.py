@@ -36,19 +36,17 @@ def draw(run: Path, folder: Path) -> None:
     subprocess.run([sys.executable, "-m", "offbeat", "page", str(run), "--out", str(file)], check=True)
     with started() as browser:
         for view, height in VIEWS.items():
-            for scheme in ("light", "dark") if view == "learning" else ("light",):
-                context = browser.new_context(viewport={"width": WIDTH, "height": height}, color_scheme=scheme)
-                page = context.new_page()
-                page.goto(f"{file.as_uri()}#{view}")
-                page.wait_for_selector("main section:not([hidden]) :is(canvas, tbody tr)")
-                _show(page, view)
-                page.wait_for_timeout(500)
-                name = f"page-{view}{'-dark' if scheme == 'dark' else ''}.png"
-                shot = folder / name
-                page.screenshot(path=shot)
-                Image.open(shot).convert("RGB").quantize(COLOURS).save(PICTURES / name, optimize=True)
-                print(f"{PICTURES / name}: {(PICTURES / name).stat().st_size / 1e3:.0f} KB")
-                context.close()
+            context = browser.new_context(viewport={"width": WIDTH, "height": height}, color_scheme="light")
+            page = context.new_page()
+            page.goto(f"{file.as_uri()}#{view}")
+            page.wait_for_selector("main section:not([hidden]) :is(canvas, tbody tr)")
+            _show(page, view)
+            page.wait_for_timeout(500)
+            shot, picture = folder / "shot.png", PICTURES / f"page-{view}.png"
+            page.screenshot(path=shot)
+            Image.open(shot).convert("RGB").quantize(COLOURS).save(picture, optimize=True)
+            print(f"{picture}: {picture.stat().st_size / 1e3:.0f} KB")
+            context.close()
 
 
 def _show(page: Any, view: str) -> None:
