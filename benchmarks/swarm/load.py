@@ -85,10 +85,12 @@ class Server:
 
 
 @contextmanager
-def started(folder: Path, *, stand_in: bool) -> Iterator[Server]:
+def started(folder: Path, *, stand_in: bool = False, page: str = "") -> Iterator[Server]:
+    """Starts a server; with `page`, a token, it also serves the run's page."""
     command = [sys.executable, "-m", "benchmarks.swarm.server", str(folder), "--workers", str(NUM_WORKERS)]
     command += ["--core", str(SERVER_CORE)] if (os.cpu_count() or 1) > 1 else []
     command += ["--stand-in"] if stand_in else []
+    command += ["--page", page] if page else []
     process = subprocess.Popen(command, cwd=report.REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield Server(process)

@@ -31,9 +31,11 @@ from offbeat.coordinator.api.state import ServedRun
 from offbeat.coordinator.coordinator import Coordinator, CoordinatorSettings
 from offbeat.coordinator.maintenance import WeightGarbageCollector
 from offbeat.launch import wiring
+from offbeat.launch.run_folder import CONFIG, METRICS
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Outcome
 from offbeat.ledger.workers import Role, new_secret, secret_hash
+from offbeat.tools.page.server import BESIDE_SHARE, PageApp
 from offbeat.trajectory import Sampling, Task, Trajectory
 from offbeat.weights.version import Version, WeightFolder
 
@@ -43,16 +45,13 @@ CLAIM_WITHIN_S = 600.0
 TTL_S = 60.0
 
 
-def run_config() -> Config:
-    return from_dict(
-        {
-            "run": {"steps": NO_END_STEPS},
-            "batch": {"groups_per_step": 128, "group_size": 8},
-            "rollout": {"max_new_tokens": MAX_NEW_TOKENS, "lease_s": TTL_S},
-            "schedule": {"mode": "overlap"},
-            "eval": {"every": 0},
-        }
-    )
+SETTINGS = {
+    "run": {"steps": NO_END_STEPS},
+    "batch": {"groups_per_step": 128, "group_size": 8},
+    "rollout": {"max_new_tokens": MAX_NEW_TOKENS, "lease_s": TTL_S},
+    "schedule": {"mode": "overlap"},
+    "eval": {"every": 0},
+}
 
 
 class StandIn:
@@ -93,11 +92,13 @@ class StandIn:
         return function(*args, **kwargs)
 
 
-async def train(coordinator: Coordinator, first: Version) -> None:
-    """Claims, publishes and commits without end, as fast as batches come."""
+async def train(coordinator: Coordinator, first: Version, metrics: Path) -> None:
+    """Claims, publishes and commits without end, as fast as batches come; writes a row of metrics for each."""
     version = first
     for step in itertools.count():
-        await coordinator.claim(step, CLAIM_WITHIN_S)
+        batch = await coordinator.claim(step, CLAIM_WITHIN_S)
+        with metrics.open("a") as file:
+            file.write(json.dumps({"step": step + 1, "reward": 0.5, "samples": len(batch.groups), "attempt": 1}) + "\n")
         version = Version(version.number + 1, step + 1, version.number, first.digest, first.path)
         await coordinator.commit(step, version)
 
@@ -117,7 +118,7 @@ async def real(config: Config, folder: Path, ledger: Ledger, core: int | None) -
         await coordinator.start()
         first = await asyncio.to_thread(write_weights, folder / "weights")
         await coordinator.publish(first)
-        training = asyncio.create_task(train(coordinator, first))
+        training = asyncio.create_task(train(coordinator, first, folder / METRICS))
         training.add_done_callback(_complain)
         yield coordinator
         training.cancel()
@@ -141,7 +142,7 @@ def _complain(training: asyncio.Task[None]) -> None:
 
 
 async def serve(options: argparse.Namespace) -> None:
-    folder, config = options.folder, run_config()
+    folder, config = options.folder, from_dict(SETTINGS)
     folder.mkdir(parents=True)
     path = folder / "ledger.sqlite"
     async with AsyncExitStack() as stack:
@@ -149,7 +150,9 @@ async def serve(options: argparse.Namespace) -> None:
         chosen = stand_in(ledger, options.core) if options.stand_in else real(config, folder, ledger, options.core)
         coordinator = await stack.enter_async_context(chosen)
         secrets = await coordinator.call(_enrol, ledger, options.workers)
-        served = ServedRun(coordinator, "crowd", {}, str(path), WeightFolder(folder / "none"))
+        (folder / CONFIG).write_text(json.dumps(SETTINGS))
+        page = PageApp([folder], options.page, share=BESIDE_SHARE) if options.page else None
+        served = ServedRun(coordinator, "crowd", {}, str(path), WeightFolder(folder / "none"), page=page)
         server = HttpServer(served, Address())
         await server.start()
         stack.push_async_callback(server.stop)
@@ -175,6 +178,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=200)
     parser.add_argument("--core", type=int, default=None)
     parser.add_argument("--stand-in", action="store_true")
+    parser.add_argument("--page", metavar="TOKEN", help="serve the run's page, too, to those who have the token")
     asyncio.run(serve(parser.parse_args()))
 
 

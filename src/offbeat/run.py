@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from offbeat.observability.console import Console
+    from offbeat.tools.page.background import BackgroundPage
 
 Reward = Callable[..., Any] | str | Sequence[Callable[..., Any] | str] | Mapping[str, Any]
 ROWS = "tasks"
@@ -54,6 +55,7 @@ class Run:
     """A run: reads its results, and evaluates, exports, resumes or stops it. `path` is the run's folder."""
 
     path: Path
+    _page: BackgroundPage | None = None
 
     def __init__(self, path: str | Path):
         """Opens the run in folder `path`, whether it has ended or not."""
@@ -150,6 +152,17 @@ class Run:
         assert figure is not None
         setattr(figure, "_repr_png_", lambda: _png(figure))  # noqa: B010 - for notebooks without %matplotlib
         return figure
+
+    def page(self, *others: Run | str | Path) -> BackgroundPage:
+        """Returns the page of this run, with its curves, answers, time line, workers and events, which a notebook shows
+        in a frame and whose `url` a browser opens. `others` are runs, or their folders, whose curves are laid over
+        those of this one. The page is served by this process until it ends, or until the page's `close()`."""
+        from offbeat.tools.page.background import BackgroundPage
+
+        paths = [self.path, *(other.path if isinstance(other, Run) else Run(other).path for other in others)]
+        if self._page is None or self._page.paths != paths or not self._page.is_open:
+            self._page = BackgroundPage(paths, is_framed=True)
+        return self._page
 
     def trajectories(
         self,

@@ -97,6 +97,14 @@ REWARD_OVER_SECONDS = {
     "area over samples, over alternate's": 0.95,
 }
 BARS |= {"one_gpu": ONE_GPU, "overlap": OVERLAP, "reward_over_seconds": REWARD_OVER_SECONDS}
+PAGE = {
+    "first picture, page just started (s)": 1.0,
+    "first picture, page read (s)": 1.0,
+    "slowest filter (s)": 0.5,
+    "submissions/s, watched over alone": 0.92,
+    "the demo as one file (MB)": 3.0,
+}
+BARS |= {"page": PAGE}
 ARCHITECTURES = {
     "architectures attempted": 120,
     "disagreements": 0,
@@ -114,6 +122,7 @@ DECIDES_NOTHING = {
     "one_gpu": list(ONE_GPU),
     "overlap": ["over TRL", "of the ceiling"],
     "reward_over_seconds": list(REWARD_OVER_SECONDS),
+    "page": list(PAGE),
     "ledger": ["seconds of a claim over bare SQLite", "seconds of a claim, large over small"],
     "swarm": ["submissions/s over a server without a ledger", "memory growth in five minutes"],
     "async_vs_sequential": ["samples to 80% of the gain, overlap over alternate"],

@@ -1,4 +1,5 @@
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -7,6 +8,9 @@ from offbeat.coordinator.coordinator import Activity
 from offbeat.launch import coordinator_runtime
 from offbeat.launch.coordinator_runtime import in_words
 from offbeat.observability.console import PlainConsole
+from offbeat.observability.metrics import RANK_SECONDS
+from offbeat.observability.trace import Trace
+from offbeat.tools.page.timeline import Spans
 
 WORKING = {"num_wanted": 64, "num_eval_answers": 0, "num_eval_wanted": 0, "num_workers": 2, "has_version": True}
 
@@ -59,3 +63,21 @@ def test_something_moves_within_the_steps_of_a_real_run(tmp_path, monkeypatch):
     assert all(0 <= num <= 16 for num, _ in counts)
     assert any(re.search(r"held-out [1-7]/8", text) for text in told)
     assert any(re.search(r"answers \d+/16, .* tokens/s$", text) for text in told)
+
+
+def test_each_rank_of_a_trainer_has_a_lane_of_its_own_and_its_seconds_are_no_metric(tmp_path):
+    trace, rows = Trace(tmp_path / "trace.json"), []
+    reporter = SimpleNamespace(folder=SimpleNamespace(trace=trace), report=rows.append)
+    for step in (1, 2):
+        row = {"step": step, "time_wait_s": 0.5, "time_train_s": 2.0, "time_publish_s": 0.25}
+        coordinator_runtime._report_and_trace(reporter, row | {RANK_SECONDS: (1.5, 1.75)})
+    trace.close()
+    assert rows[0] == {"step": 1, "time_wait_s": 0.5, "time_train_s": 2.0, "time_publish_s": 0.25}
+    spans = Spans(tmp_path)
+    spans.read_all()
+    seen = spans.window()
+    sums = {(spans.tracks[track], spans.names[name]): seconds for track, name, _, seconds in seen["sums"]}
+    assert sums["trainer", "train"] == pytest.approx(4.0, rel=1e-3)
+    ranks = [sums[f"trainer rank {rank}", "train"] for rank in (0, 1)]
+    assert ranks == [pytest.approx(3.0, rel=1e-3), pytest.approx(3.5, rel=1e-3)]
+    assert max(span[5] for span in seen["spans"]) <= 2, "a step counts once, however many ranks trained it"

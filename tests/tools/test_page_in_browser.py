@@ -11,12 +11,16 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from browsers import Opened, figure, started_browser
 from ledger_run import STOP, new_groups, score_all, version
 
 from offbeat.ledger.ledger import Ledger
@@ -27,17 +31,9 @@ from offbeat.tools.page.run_data import RunData
 from offbeat.tools.trajectories import read_trajectories
 from offbeat.trajectory import End, Segment
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH: apt-get install chromium"),
-]
+pytestmark = pytest.mark.full
 
-FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-)
 HOSTILE = (
     "<script>window.hit = 1</script>",
     "</script><script>window.hit = 1</script>",
@@ -64,43 +60,8 @@ HOSTILE = (
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator:
-    with playwright.sync_playwright() as started:
-        found = started.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+    with started_browser() as found:
         yield found
-        found.close()
-
-
-class Opened:
-    """A page that is open in the browser, and everything that went wrong in it."""
-
-    def __init__(self, browser, address: str, *, offline: bool = True, **options):
-        self.address, self.wrong, self.asked = address, [], []
-        context = browser.new_context(offline=offline, **options)
-        self.page = context.new_page()
-        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
-        self.page.on("console", lambda told: self.wrong.append(told.text) if told.type == "error" else None)
-        self.page.on("dialog", lambda dialog: self.wrong.append(dialog.message))
-        self.page.on("request", lambda request: self.asked.append(request.url))
-        self.show("learning")
-
-    def show(self, view: str) -> None:
-        self.page.goto(f"{self.address}#{view}")
-        self.page.wait_for_selector("#state:not(:has-text('loading'))", state="attached")
-
-    def text(self, place: str) -> str:
-        return self.page.inner_text(place)
-
-    def rows(self, place: str) -> list[dict[str, str]]:
-        """The rows of the first table in `place`, by the names of its columns."""
-        return self.page.eval_on_selector(
-            f"{place} table:not(.u-legend)",
-            """table => [...table.tBodies[0].rows].map(row => Object.fromEntries(
-                 [...row.cells].map(cell => [cell.dataset.head, cell.innerText.trim()])))""",
-        )
-
-
-def number(text: str) -> float:
-    return float(text.replace(",", "").split()[0])
 
 
 @pytest.fixture(scope="module")
@@ -133,15 +94,21 @@ def test_learning_shows_the_metrics_as_they_are(opened: Opened, run: Path):
     held = opened.text("[data-tile=held-out]")
     ends = [row["eval_mean@1"] for row in rows if "eval_mean@1" in row]
     assert [float(part) for part in re.findall(r"[0-9.]+", held)] == pytest.approx([ends[0], ends[-1], 8], abs=1e-3)
-    chart = opened.page.locator("figure[data-metric=reward]")
-    chart.focus()
+    opened.page.focus("figure[data-metric=reward]")
     for key, row in (("End", rows[-1]), ("ArrowLeft", rows[-2]), ("Home", rows[0])):
         opened.page.keyboard.press(key)
         opened.page.wait_for_timeout(50)
-        shown = chart.locator(".u-legend .u-series").filter(has_text="reward").locator(".u-value").first.inner_text()
-        at = chart.locator(".u-legend .u-series").first.locator(".u-value").inner_text()
-        assert int(at) == row["step"]
-        assert shown == "–" if "reward" not in row else float(shown) == pytest.approx(row["reward"], abs=1e-3)
+        shown = opened.values("reward")
+        assert int(shown["step"]) == row["step"]
+        assert shown["reward"] == "–" if "reward" not in row else float(shown["reward"]) == near(row["reward"])
+    newest = next(row for row in reversed(rows) if "reward" in row)
+    for chart in ("entropy", "grad_norm", "tokens_per_second", "length", "signal_share"):
+        assert figure(opened.values(chart)[chart]) == near(newest[chart])
+
+
+def near(value: float):
+    """A figure on the page has four digits."""
+    return pytest.approx(value, rel=1e-3, abs=1e-6)
 
 
 def test_any_metric_is_drawn_by_its_name(opened: Opened):
@@ -163,7 +130,7 @@ def test_answers_are_those_of_the_ledger(opened: Opened, run: Path):
         opened.show(f"answers{asked}")
         opened.page.wait_for_selector("#view-answers .count")
         wanted = read_trajectories(run, **filters)
-        assert number(opened.text("#view-answers .count")) == len(wanted)
+        assert figure(opened.text("#view-answers .count")) == len(wanted)
         rows = opened.rows("#view-answers")
         assert [int(row["answer"]) for row in rows] == [row["task"] for row in wanted[:50]]
         assert [(float(row["reward"]), int(row["tokens"])) for row in rows] == [
@@ -184,39 +151,172 @@ def test_a_deep_link_opens_the_same_answer(opened: Opened, run: Path):
     assert not opened.wrong
 
 
-def test_staleness_and_swarm_show_the_ledgers_sums(opened: Opened, run: Path):
+def check_views(opened: Opened, run: Path) -> None:
+    """Every view shows what the run's ledger and files say."""
+    rows = read_metrics(run / "metrics.jsonl")
+    newest = next(row for row in reversed(rows) if "reward" in row)
     with Ledger(run / "ledger.sqlite", read_only=True) as ledger:
         report = ledger.report()
-    tokens = report.counts.tokens
-    opened.show("staleness")
-    assert opened.page.get_attribute("[data-holds]", "data-holds") == "true"
-    shown = {row["tokens"]: number(row["count"]) for row in opened.rows("#view-staleness section")}
-    assert (shown["trained"], shown["evaluated"]) == (tokens.trained, tokens.evaluated)
-    opened.show("swarm")
-    (worker,) = opened.rows("#view-swarm")
-    (made,) = report.producers
-    assert (worker["worker"], number(worker["answers"]), number(worker["tokens"])) == (
-        made.worker,
-        made.num_trajectories,
-        made.num_tokens,
-    )
-    opened.show("events")
-    happened = [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()]
-    assert [row["event"] for row in opened.rows("#view-events")] == happened[::-1]
-
-
-def test_the_time_lines_sums_are_those_of_the_metrics(opened: Opened, run: Path):
-    rows = read_metrics(run / "metrics.jsonl")
+    opened.show("learning")
+    assert int(opened.text("[data-tile=step]").split()[0]) == newest["step"]
+    assert figure(opened.text("[data-tile=reward]")) == near(newest["reward"])
+    assert figure(opened.values("entropy")["entropy"]) == near(newest["entropy"])
+    opened.show("answers")
+    opened.page.wait_for_selector("#view-answers .count")
+    assert figure(opened.text("#view-answers .count")) == sum(made.num_trajectories for made in report.producers)
     opened.show("time")
-    shown = {(row["who"], row["what"]): number(row["seconds"]) for row in opened.rows("#view-time")}
+    opened.page.wait_for_selector("#view-time table")
+    shown = {(row["who"], row["what"]): figure(row["seconds"]) for row in opened.rows("#view-time")}
     for name in ("wait", "train", "publish"):
         wanted = sum(row.get(f"time_{name}_s", 0.0) for row in rows)
         assert shown["trainer", name] == pytest.approx(wanted, rel=0.01, abs=0.001)
+    opened.show("staleness")
+    tokens = report.counts.tokens
+    opened.page.wait_for_selector("[data-holds=true]")
+    shown = {row["tokens"]: figure(row["count"]) for row in opened.rows("#view-staleness section")}
+    assert (shown["trained"], shown["evaluated"], shown["waiting"]) == (
+        tokens.trained,
+        tokens.evaluated,
+        tokens.waiting,
+    )
+    assert figure(opened.values("staleness")["mean"]) == near(newest["staleness"])
+    opened.show("swarm")
+    shown = {row["worker"]: row for row in opened.rows("#view-swarm")}
+    for made in report.producers:
+        row = shown[made.worker]
+        assert (figure(row["answers"]), figure(row["tokens"])) == (made.num_trajectories, made.num_tokens)
+        if made.num_trajectories:
+            answers = read_trajectories(run, worker=made.worker, limit=1)
+            assert (row["engine"], row["device"]) == ("embedded", "cpu")
+            assert figure(row["version"]) == answers[0]["last_version"]
+    opened.show("events")
+    happened = [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()]
+    assert [row["event"] for row in opened.rows("#view-events")] == happened[::-1]
+    assert not opened.wrong
+
+
+def test_every_view_of_a_file_shows_what_the_ledger_and_the_metrics_say(opened: Opened, run: Path):
+    check_views(opened, run)
+
+
+def test_what_limits_the_run_is_one_sentence_and_the_time_line_zooms(opened: Opened):
+    opened.show("time")
     assert "the run" in opened.text("[data-limit]")
     opened.page.focus("#view-time canvas")
     opened.page.keyboard.press("+")
     opened.page.keyboard.press("0")
     assert not opened.wrong
+
+
+@contextmanager
+def served(*runs: Path) -> Iterator[str]:
+    """The link of a page that a process of its own serves."""
+    command = [sys.executable, "-m", "offbeat", "page", *map(str, runs)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield re.search(r"http://\S+", process.stdout.readline())[0]
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(30)
+
+
+def test_a_served_page_follows_a_run_to_its_end_and_then_shows_what_its_files_say(browser, tmp_path: Path):
+    words = ["train", "--run.name=live", "--run.steps=12", "--eval.prompts=8"]
+    folder = tmp_path / "runs" / "live"
+    command = [sys.executable, "-m", "offbeat", *words]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as training:
+        told = next(line for line in training.stdout if "in a browser" in line)
+        own = Opened(browser, re.search(r"http://\S+", told)[0], offline=False)
+        _waited(lambda: int(own.text("[data-tile=step]").split()[0]))
+        with served(folder) as link:
+            opened = Opened(browser, link, offline=False)
+            first = _waited(lambda: int(opened.text("[data-tile=step]").split()[0]))
+            assert first < 12
+            training.stdout.read()
+            training.wait(100)
+            _waited(lambda: "finished" in opened.text("#state"))
+            assert "connection is lost" in _waited(lambda: own.text("#state strong"))
+            opened.show("answers")
+            with Ledger(folder / "ledger.sqlite", read_only=True) as ledger:
+                num_answers = ledger.last_trajectory()
+            _waited(lambda: figure(opened.text("#view-answers .count")) == num_answers)
+            time.sleep(4)  # until the ledger's last report is read
+            check_views(opened, folder)
+
+
+def test_a_deep_link_to_a_served_page_opens_the_same_answer_of_the_same_run(browser, run: Path, tmp_path: Path):
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    row = read_trajectories(run, step=2, purpose="train")[3]
+    with served(other, run) as link:
+        opened = Opened(browser, link, offline=False)
+        opened.page.goto(f"{opened.address}#answers/{row['task']}?run=demo")
+        opened.page.reload()
+        opened.page.wait_for_selector("#view-answers .response")
+        assert opened.text("#name") == "demo"
+        assert opened.text("#view-answers .response") == row["response"]
+        opened.page.click("text=its group side by side")
+        opened.page.wait_for_selector(".side-by-side")
+        assert opened.page.url.endswith("?run=demo"), "links stay with the run"
+        assert not opened.wrong
+
+
+def test_several_runs_are_laid_over_each_other_by_their_names(browser, run: Path, tmp_path: Path):
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    rows = read_metrics(run / "metrics.jsonl")
+    (other / "metrics.jsonl").write_text("".join(json.dumps(row | {"entropy": 9.5}) + "\n" for row in rows))
+    newest = next(row for row in reversed(rows) if "reward" in row)
+    with served(run, other) as link:
+        opened = Opened(browser, link, offline=False)
+        opened.page.wait_for_selector("figure[data-metric=entropy]")
+        assert [row["run"] for row in opened.rows("#view-learning")] == ["demo", "other"]
+        shown = opened.values("entropy")
+        assert (figure(shown["demo"]), figure(shown["other"])) == (near(newest["entropy"]), 9.5)
+        opened.show("learning?runs=other")
+        _waited(lambda: set(opened.values("entropy")) == {"step", "other"})
+        assert not opened.wrong
+
+
+def test_dragging_over_a_long_run_looks_closer_and_a_double_click_shows_all(browser, run: Path, tmp_path: Path):
+    long = tmp_path / "long"
+    shutil.copytree(run, long)
+    with (long / "metrics.jsonl").open("w") as file:
+        for step in range(1, 4001):
+            row = {"step": step, "reward": 50.0 if step == 3003 else 1.0, "reward_std": 0.1}
+            file.write(json.dumps(row | {"seconds": 1.0}) + "\n")
+    with served(long) as link:
+        opened = Opened(browser, link, offline=False, viewport={"width": 1280, "height": 800})
+        chart = "figure[data-metric=reward]"
+        opened.page.wait_for_selector(f"{chart} canvas")
+        opened.page.focus(chart)
+        for _ in range(3):
+            opened.page.keyboard.press("+")
+        opened.page.wait_for_selector(f"{chart} .whole")
+        opened.page.dispatch_event(f"{chart} .u-over", "dblclick")
+        _waited(lambda: opened.page.locator(f"{chart} .whole").count() == 0)
+        box = _waited(lambda: opened.page.locator(f"{chart} .u-over").bounding_box())
+        at = box["x"] + box["width"] * 3003 / 4000
+        opened.page.mouse.move(at - 12, box["y"] + 20)
+        opened.page.mouse.down()
+        opened.page.mouse.move(at + 12, box["y"] + 20, steps=4)
+        opened.page.mouse.up()
+        opened.page.wait_for_selector(f"{chart} .whole")
+        seen = set()
+
+        def has_spike() -> bool:
+            opened.page.focus(chart)
+            for key in ("Home", *["ArrowRight"] * 60):
+                opened.page.keyboard.press(key)
+                shown = opened.values("reward")
+                seen.add((shown["step"], next(value for name, value in shown.items() if name.startswith("reward"))))
+            return ("3,003", "50") in seen
+
+        opened.page.evaluate("document.querySelector('#smoothing').value = 1")
+        opened.page.dispatch_event("#smoothing", "input")
+        opened.page.focus(chart)
+        _waited(has_spike, 40)
+        assert not opened.wrong
 
 
 def test_keys_lead_to_the_views_and_a_phone_needs_no_scrolling_sideways(browser, file: Path):
@@ -263,7 +363,7 @@ def hostile_text(tokens: np.ndarray) -> str:
 
 def test_what_a_model_writes_is_shown_as_what_it_is(browser, hostile_run: Path):
     out = hostile_run / "page.html"
-    write_page(hostile_run, out, RunData(hostile_run, hostile_text))
+    write_page(out, [RunData(hostile_run, hostile_text)])
     opened = Opened(browser, out.as_uri(), offline=False)
     for view in ("learning", "staleness", "swarm", "events", "answers"):
         opened.show(view)
@@ -311,14 +411,30 @@ def test_a_swarms_coordinator_serves_the_page_while_a_worker_is_killed(browser, 
             training.kill()
     rows = read_metrics(folder / "metrics.jsonl")
     out = tmp_path / "swarm.html"
-    write_page(folder, out, RunData(folder, None))
+    write_page(out, [RunData(folder, None)])
     file = Opened(browser, out.as_uri())
     assert int(file.text("[data-tile=step]").split()[0]) == rows[-1]["step"]
-    with Ledger(folder / "ledger.sqlite", read_only=True) as ledger:
-        made = {producer.worker: producer.num_trajectories for producer in ledger.report().producers}
-    file.show("swarm")
-    shown = {row["worker"]: number(row["answers"]) for row in file.rows("#view-swarm")}
-    assert {worker: shown[worker] for worker in made} == made
+    assert len(_started(folder)) >= 3
+    check_views(file, folder)
+
+
+def test_a_page_on_a_public_address_needs_its_token(tmp_path: Path):
+    words = ["--run.name=public", "--run.steps=400", "--rollout.workers=1"]
+    words += ["--serve.host=0.0.0.0", "--serve.certificate=plain"]
+    folder, command = tmp_path / "runs" / "public", [sys.executable, "-m", "offbeat", "train", *words]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as training:
+        try:
+            url = _waited(lambda: json.loads((folder / "serve.json").read_text())["url"])
+            assert "127.0.0.1" not in url
+            for path in ("/page/", "/page/data/answers", "/page/data/changes", "/page/?token=wrong"):
+                with pytest.raises(urllib.error.HTTPError, match="401"):
+                    urllib.request.urlopen(url + path, timeout=30)
+            link = f"{url}/page/?token={(folder / 'page.token').read_text()}"
+            opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+            assert b"<script" in opener.open(link, timeout=30).read()
+        finally:
+            training.terminate()
+            training.wait(100)
 
 
 def _started(folder: Path) -> list[dict]:

@@ -38,7 +38,7 @@ from offbeat.launch.joining import READY
 from offbeat.launch.preflight import checking
 from offbeat.launch.run_folder import ADDRESS, RunFolder
 from offbeat.launch.stopping import Stopping
-from offbeat.tools.page.server import PageApp, page_token
+from offbeat.tools.page.server import BESIDE_SHARE, PageApp, page_token
 from offbeat.weights.version import WeightFolder
 
 PLAIN = "plain"
@@ -100,7 +100,7 @@ def _served(folder: RunFolder, runtime: CoordinatorRuntime) -> ServedRun:
         weights=WeightFolder(folder.weights),
         pieces=wiring.open_pieces(folder.config, folder.weights),
         peer_networks=folder.config.serve.peer_networks,
-        page=PageApp(folder.path, page_token(folder.path)),
+        page=PageApp([folder.path], page_token(folder.path), share=BESIDE_SHARE),
     )
 
 

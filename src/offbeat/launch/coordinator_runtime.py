@@ -26,7 +26,7 @@ from offbeat.launch.run_folder import RunFolder
 from offbeat.ledger.ledger import Ledger
 from offbeat.observability.console import Console, held_out, open_console, short
 from offbeat.observability.metric_files import read_metrics
-from offbeat.observability.metrics import Reporter
+from offbeat.observability.metrics import RANK_SECONDS, Reporter
 from offbeat.observability.sinks import open_sinks
 from offbeat.rewards.pool import RewardPool
 from offbeat.weights.version import WeightFolder
@@ -112,13 +112,16 @@ def _report_and_trace(reporter: Reporter, row: Mapping[str, Any]) -> None:
     """Reports a step's row of metrics (or an event) that a trainer in another process sent, and records the trainer's
     stages in this process's trace. The row holds only durations, but it is sent right after the step. So the last
     stage is taken to end now, and each earlier stage when the next one begins."""
-    end_s = time.monotonic()
+    end_s, trace = time.monotonic(), reporter.folder.trace
     for stage in TRAINER_STAGES:
         seconds = row.get(f"time_{stage}_s", 0.0)
         if seconds:
-            reporter.folder.trace.record("trainer", stage, end_s - seconds, end_s, step=row["step"])
+            trace.record("trainer", stage, end_s - seconds, end_s, step=row["step"])
+        if stage == "train":
+            for rank, own_s in enumerate(row.get(RANK_SECONDS, ())):
+                trace.record(f"trainer rank {rank}", stage, end_s - min(own_s, seconds), end_s, step=row["step"])
         end_s -= seconds
-    reporter.report(row)
+    reporter.report({name: value for name, value in row.items() if name != RANK_SECONDS})
 
 
 ACTIVITY_EVERY_S = 1.0

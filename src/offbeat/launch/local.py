@@ -40,6 +40,7 @@ from offbeat.observability.console import program
 from offbeat.observability.loading import loading
 from offbeat.observability.metrics import step_row
 from offbeat.observability.sinks import check_sinks
+from offbeat.tools.page.background import BackgroundPage
 from offbeat.worker.worker import Worker
 
 if TYPE_CHECKING:
@@ -144,7 +145,10 @@ async def _run(folder: RunFolder, given: Given, *, from_scratch: bool) -> dict[s
             event=reporter.event,
             on_step=on_step,
         )
-        runtime.console.note(f"see the run in a browser: {program()} page {folder.path}")
+        page = BackgroundPage([folder.path])
+        stack.callback(page.close)
+        runtime.console.note(f"see the run in a browser, while it trains: {page.url}")
+        runtime.console.note(f"afterwards: {program()} page {folder.path}")
         stopping = Stopping(reporter.stopping)
         stack.enter_context(stopping.listening(given.stop))
         await coordinator.start()

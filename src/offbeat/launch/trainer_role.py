@@ -27,7 +27,7 @@ from offbeat.launch import wiring
 from offbeat.launch.gpu_memory import LOCK, num_servers, taking_turns
 from offbeat.launch.joining import Invitation, joined, report_run_over
 from offbeat.launch.stopping import Stopping, interruptible
-from offbeat.observability.metrics import EVENT, step_row
+from offbeat.observability.metrics import EVENT, RANK_SECONDS, step_row
 from offbeat.observability.trace import Trace
 from offbeat.waiting import unless
 from offbeat.weights.piece_store import PieceStore
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from offbeat.trainer.checkpoint import Checkpoints
+    from offbeat.trainer.gang import GangLeader
     from offbeat.trainer.microbatch_size import MicrobatchSize
     from offbeat.trainer.policy import Policy
     from offbeat.trainer.ranks import Gang, RankPlace
@@ -91,12 +92,14 @@ async def train(
         stack.callback(trace.close)
         num_siblings = config.batch.siblings
 
+        leader: GangLeader | None = None
+
         async def on_step(report: StepReport) -> None:
             await client.send_events()
-            await client.report(step_row(report, trace.spans_since_last(), num_siblings))
+            row = step_row(report, trace.spans_since_last(), num_siblings)
+            await client.report(row if leader is None else row | {RANK_SECONDS: leader.train_s})
             trace.flush()
 
-        leader = None
         if gang is not None:
             from offbeat.trainer.gang import GangLeader
 

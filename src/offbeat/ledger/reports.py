@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -254,7 +254,25 @@ class Reports(Versions):
         acceptance) is above `after`, sorted by `order`, a key of `ORDERS`."""
         query = f"{ROWS} WHERE j.seq > :after {which.conditions} {ORDERS[order]} LIMIT :limit"
         found = self.execute(query, {**vars(which), "limit": limit, "after": after})
-        return [TrajectoryRow(*(*row[:-2], bool(row[-2]), _by_name(row[-1]))) for row in found]
+        return [_row(row) for row in found]
+
+    def trajectory_rows(self, numbers: Iterable[int]) -> list[TrajectoryRow]:
+        """Returns the trajectories with the given `seq`, oldest first, as they are now."""
+        query = f"{ROWS} WHERE j.seq IN (SELECT value FROM json_each(?)) ORDER BY j.seq"
+        return [_row(row) for row in self.execute(query, (array(numbers),))]
+
+    def rows_of_tasks(self, tasks: Iterable[int]) -> list[TrajectoryRow]:
+        """Returns the trajectories of tasks; those of tasks without one are left out."""
+        query = f"{ROWS} WHERE t.id IN (SELECT value FROM json_each(?))"
+        return [_row(row) for row in self.execute(query, (array(tasks),))]
+
+    def last_trajectory(self) -> int:
+        """Returns the `seq` of the latest trajectory; 0 if there is none."""
+        return _one(self, "SELECT COALESCE(MAX(seq), 0) FROM trajectories")
+
+    def num_abandoned_versions(self) -> int:
+        """Returns how many versions resumes have abandoned; it grows when a resume undoes steps."""
+        return _one(self, "SELECT COUNT(*) FROM versions WHERE abandoned = 1")
 
     def walk_trajectories(
         self, which: TrajectoryFilter = EVERYTHING
@@ -432,9 +450,13 @@ class Reports(Versions):
                 num_partials=_one(self, "SELECT COUNT(*) FROM partials WHERE state = 'kept'"),
                 suspects=_suspects(self),
                 set_aside=_set_aside(self),
-                num_abandoned_versions=_one(self, "SELECT COUNT(*) FROM versions WHERE abandoned = 1"),
+                num_abandoned_versions=self.num_abandoned_versions(),
                 versions=_versions(self),
             )
+
+
+def _row(row: tuple[Any, ...]) -> TrajectoryRow:
+    return TrajectoryRow(*(*row[:-2], bool(row[-2]), _by_name(row[-1])))
 
 
 def _segments(

@@ -27,7 +27,7 @@ _warned: set[tuple[Path, int]] = set()
 
 def read_metrics(path: Path) -> list[Row]:
     """Returns the rows of a metrics file, one per step, without rows that a resume undid; empty without a file."""
-    return survivors(read_rows(path, _metrics_trouble))
+    return survivors(read_rows(path, row_trouble))
 
 
 def read_events(path: Path) -> list[Row]:
@@ -39,7 +39,7 @@ def seconds_before(attempt: int, metrics: Path, events: Path) -> float:
     """Returns how many seconds the attempts before `attempt` took together, including steps that a resume undid. For a
     killed attempt, this is the time until its last event or the time of its steps, whichever is longer."""
     in_steps: Counter[int] = Counter()
-    for row in read_rows(metrics, _metrics_trouble):
+    for row in read_rows(metrics, row_trouble):
         in_steps[row.get("attempt", 1)] += row.get("seconds") or 0
     took = dict(in_steps)
     for event in read_events(events):
@@ -71,7 +71,7 @@ MAX_READ_BYTES = 2 << 20
 def metrics_after(path: Path, offset: int) -> tuple[list[Row], int]:
     """Returns the next rows of a metrics file after byte `offset`, with those that a resume undid, and the offset to
     read on from. Lines that are no valid rows are skipped."""
-    return _rows_after(path, offset, _metrics_trouble)
+    return _rows_after(path, offset, row_trouble)
 
 
 def events_after(path: Path, offset: int) -> tuple[list[Row], int]:
@@ -102,7 +102,8 @@ def _parsed(lines: Iterable[bytes], trouble: Callable[[Row], str | None]) -> Ite
         yield (row, "") if problem is None else (None, problem)
 
 
-def _metrics_trouble(row: Row) -> str | None:
+def row_trouble(row: Row) -> str | None:
+    """Returns what is wrong with a row of metrics; None if nothing is."""
     if not _is_count(row.get("step")):
         return f"its step is {row.get('step')!r}, not a whole number"
     if not _is_count(row.get("attempt", 1)):

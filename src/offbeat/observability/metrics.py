@@ -237,6 +237,10 @@ def _resumed(step: int, version: int, abandoned: Sequence[int] = (), undone_step
     return f"{text}; steps {step + 1} {joint} {last} came after the last checkpoint and are trained again"
 
 
+RANK_SECONDS = "train_s_of_ranks"
+"""Key in a reported row: the seconds that each of a trainer's ranks trained. They are for the trace, no metric."""
+
+
 def step_row(report: StepReport, spans: Mapping[str, float], num_siblings: int) -> dict[str, Any]:
     """Returns the trainer's figures of a step, for its row in metrics.jsonl. `spans` holds the seconds that each part
     of the step took, by name; `num_siblings` is the number of groups drawn for each prompt."""

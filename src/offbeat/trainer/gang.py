@@ -13,7 +13,9 @@ from __future__ import annotations
 import logging
 import secrets
 import shutil
+import struct
 import threading
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -46,6 +48,7 @@ log = logging.getLogger(__name__)
 
 END_WITHIN_S = 5.0
 """Longest wait for an order that is still carried out when the gang is to end."""
+SECONDS = struct.Struct("d")
 TRAIN, WEIGHTS, SAVE, LOAD, END = "train", "weights", "save", "load", "end"
 
 
@@ -59,8 +62,17 @@ class Rank(OneRank):
         super().__init__(*parts)
         self.gang = gang
         self.store = store
+        self.train_s: tuple[float, ...] = ()
+        """Seconds that each rank took to train the latest step."""
         self._writing: threading.Thread | None = None
         self._is_serving = threading.Event()
+
+    def train(self, batch: Batch, lr: float, weights_of: Callable[[int], Path | None]) -> StepMetrics:
+        start_s = time.monotonic()
+        metrics = super().train(batch, lr, weights_of)
+        own = SECONDS.pack(time.monotonic() - start_s)
+        self.train_s = tuple(SECONDS.unpack(told)[0] for told in self.gang.gather(own))
+        return metrics
 
     def save_rows(self, draft: Path) -> bool:
         """Takes this rank's state, and begins to write it; returns whether training may go on meanwhile."""

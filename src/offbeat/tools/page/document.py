@@ -14,6 +14,7 @@ import html
 import json
 import re
 import time
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
 from math import ceil
@@ -21,9 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.files import write_atomic
+from offbeat.launch.run_folder import METRICS
 from offbeat.ledger.reports import TrajectoryRow
-from offbeat.tools.page.run_data import ANSWER_COLUMNS, RunData, chosen_groups
-from offbeat.tools.page.timeline import Spans
+from offbeat.tools.page.metric_history import HELD_OUT, MetricHistory
+from offbeat.tools.page.run_data import ANSWER_COLUMNS, RunData, chosen_groups, plain
+from offbeat.tools.page.timeline import MAX_FILE_SPANS, Spans
 from offbeat.tools.trajectories import ALL, open_ledger
 
 MODULES = ("text", "store", "charts", "learning", "answers", "staleness", "swarm", "events", "timeline", "main")
@@ -72,39 +75,64 @@ def document(title: str, data: bytes | None) -> tuple[str, str]:
     return re.sub(r"\{\{([a-z]+)\}\}", lambda found: parts[found[1]], _asset("page.html")), policy
 
 
-def write_page(run: Path, out: Path, data: RunData) -> dict[str, Any]:
-    """Writes the page of a run with its data to the file `out`; returns what the file holds."""
-    packed, held = pack(run, data)
-    text, _ = document(f"{data.about()['name']} – Offbeat", packed)
+def names_of(paths: Sequence[Path]) -> dict[str, Path]:
+    """Returns runs by the names that the page has for them: those of their folders, numbered where alike."""
+    found: dict[str, Path] = {}
+    for path in paths:
+        name = path.absolute().name
+        same = sum(known.absolute().name == name for known in found.values())
+        found[f"{name} ({same + 1})" if same else name] = path
+    return found
+
+
+def write_page(out: Path, runs: Sequence[RunData]) -> dict[str, Any]:
+    """Writes the page of runs with their data to the file `out`; returns what the file holds."""
+    names = {path: name for name, path in names_of([data.path for data in runs]).items()}
+    packed, held = pack({names[data.path]: data for data in runs})
+    text, _ = document(f"{', '.join(names.values())} – Offbeat", packed)
     encoded = text.encode()
     write_atomic(out, encoded)
     return {**held, "num_bytes": len(encoded)}
 
 
-def pack(run: Path, data: RunData) -> tuple[bytes, dict[str, Any]]:
-    """Returns a run's data, compressed, and what they hold: `num_answers` of the run, `num_kept` of them, and the
-    `stride` between groups that were kept."""
-    with open_ledger(run) as ledger:
+def pack(runs: Mapping[str, RunData]) -> tuple[bytes, dict[str, Any]]:
+    """Returns the data of runs, compressed, and what they hold: `num_answers` of the runs, and `num_kept` of them."""
+    parts = [_content(name, data, len(runs)) for name, data in runs.items()]
+    files = [part["file"] for part in parts]
+    held = {name: sum(file[name] for file in files) for name in ("num_answers", "num_kept")}
+    plain = json.dumps({"runs": parts}, separators=(",", ":"), allow_nan=False).encode()
+    return gzip.compress(plain, mtime=0), {**held, "with_text": all(file["with_text"] for file in files)}
+
+
+def _content(name: str, data: RunData, num_runs: int) -> dict[str, Any]:
+    """Returns what a file of `num_runs` runs holds of one."""
+    with open_ledger(data.path) as ledger:
         rows = ledger.list_trajectories(ALL, "oldest")
-    stride = _stride(rows)
+    stride = _stride(rows, num_runs)
     kept = chosen_groups(rows, stride)
-    held = {"num_answers": len(rows), "num_kept": len(kept), "stride": stride, "with_text": data.decode is not None}
-    spans = Spans(run)
+    spans, history = Spans(data.path), MetricHistory(data.path / METRICS)
     spans.read_all()
-    content = {
-        "about": data.about(),
-        "metrics": data.surviving_metrics(),
+    history.read_all()
+    curves = history.thinned([*history.names, HELD_OUT]) | plain(history.latest()) | {"names": history.names}
+    newest = {row.worker: (row.task, row.last_version) for row in rows}
+    return {
+        "about": {**data.about(), "name": name},
+        "metrics": curves,
         "events": data.all_events(),
-        "ledger": data.ledger(),
-        "answers": {"columns": ANSWER_COLUMNS, "rows": [data.row(row) for row in kept], "is_last": True},
+        "ledger": {**data.ledger(), "makers": data.makers(newest)},
+        "answers": {"columns": ANSWER_COLUMNS, "rows": [data.row(row) for row in kept]},
         "texts": data.texts([row.task for row in kept], with_history=False),
-        "timeline": spans.longest(),
-        "file": {**held, "made_at": time.time()},
+        "timeline": spans.window(limit=MAX_FILE_SPANS),
+        "file": {
+            "num_answers": len(rows),
+            "num_kept": len(kept),
+            "stride": stride,
+            "with_text": data.decode is not None,
+            "made_at": time.time(),
+        },
     }
-    plain = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
-    return gzip.compress(plain, mtime=0), held
 
 
-def _stride(rows: list[TrajectoryRow]) -> int:
+def _stride(rows: list[TrajectoryRow], num_runs: int) -> int:
     num_tokens = sum(row.num_tokens for row in rows)
-    return max(1, ceil(len(rows) / MAX_ANSWERS), ceil(num_tokens / MAX_TOKENS))
+    return max(1, ceil(num_runs * len(rows) / MAX_ANSWERS), ceil(num_runs * num_tokens / MAX_TOKENS))

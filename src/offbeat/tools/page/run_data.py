@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from offbeat.launch.run_folder import CONFIG, EVENTS, LEDGER, METRICS, SUMMARY
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.reports import TaskDetail, TrajectoryRow
 from offbeat.net import shown
-from offbeat.observability.metric_files import events_after, metrics_after, read_metrics
+from offbeat.observability.metric_files import events_after
 from offbeat.tools.trajectories import Decode, as_text, open_ledger
+from offbeat.trajectory import Trajectory
 
 ANSWER_COLUMNS = (
     *("seq", "task", "group", "ordinal", "member", "purpose", "source", "state", "step", "reward", "error"),
@@ -31,6 +32,11 @@ ANSWER_COLUMNS = (
 """Fields of `TrajectoryRow` that the page shows."""
 PRIVATE = ("folder", "pid", "url", "target", "file")
 """Fields of events that tell about the machine, or that are addresses."""
+SILENT_AFTER_S = 90.0
+"""A run that goes on writes more often than this, but for a few steps of large models."""
+PREVIEW_TOKENS = 100
+DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "npu")
+"""Kinds of devices as torch names them, which are in the fingerprint of an engine that runs in the worker."""
 PATH = re.compile(r"(?:file://|(?<![\w:/.~<-])~?)(?:/[^\s/'\"`,;:)(\]\[<>]+)+/?|\b[A-Za-z]:\\[^\s'\"]+")
 """An absolute path. The paths of URLs are not matched, because a host stands before them."""
 WITH_FIGURES = ("event", "time", "attempt")
@@ -42,15 +48,15 @@ def without_paths(text: str) -> str:
     return PATH.sub(lambda found: "…/" + re.split(r"[/\\]", found[0].rstrip("/"))[-1], shown(text))
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Returns `value` without paths and logins in its texts, and None for numbers that JSON does not have."""
     if isinstance(value, str):
         return without_paths(value)
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {str(key): plain(inner) for key, inner in value.items()}
+    return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True)
@@ -80,20 +86,19 @@ class RunData:
         for event in self._all_events():
             match event["event"]:
                 case "start" | "reopen" | "resume":
-                    last = "under way, or killed"
+                    silent_s = self.silent_s()
+                    waited = f"under way, or killed: nothing new for {silent_s / 60:.0f} min"
+                    last = waited if silent_s > SILENT_AFTER_S else "under way"
                 case "end":
                     last = "finished" if event.get("finished") else "stopped before its last step"
                 case "error":
                     last = "ended by an error"
         return last or ("finished" if (self.path / SUMMARY).is_file() else "not begun")
 
-    def metrics(self, offset: int) -> tuple[list[dict[str, Any]], int]:
-        """Returns the rows of metrics.jsonl after byte `offset`, and the offset to read on from."""
-        rows, offset = metrics_after(self.path / METRICS, offset)
-        return [_plain(row) for row in rows], offset
-
-    def surviving_metrics(self) -> list[dict[str, Any]]:
-        return [_plain(row) for row in read_metrics(self.path / METRICS)]
+    def silent_s(self) -> float:
+        """Returns for how long nothing has been written in the run's folder."""
+        files = (self.path / name for name in (METRICS, EVENTS, LEDGER, f"{LEDGER}-wal", CONFIG))
+        return time.time() - max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)
 
     def _all_events(self) -> Iterator[dict[str, Any]]:
         offset = 0
@@ -112,7 +117,7 @@ class RunData:
         return [self._event(event) for event in found], offset
 
     def _event(self, event: dict[str, Any]) -> dict[str, Any]:
-        kept = {key: _plain(value) for key, value in event.items() if key not in PRIVATE}
+        kept = {key: plain(value) for key, value in event.items() if key not in PRIVATE}
         if self.decode is not None:
             return kept
         return {key: value for key, value in kept.items() if key in WITH_FIGURES or isinstance(value, int | float)}
@@ -129,13 +134,40 @@ class RunData:
         if self.decode is None:
             report["set_aside"] = dict.fromkeys(report["set_aside"], "")
             workers = [{**worker, "reason": None} for worker in workers]
-        return {"report": _plain(report), "workers": _plain(workers), "read_at": time.time()}
+        return {"report": plain(report), "workers": plain(workers), "read_at": time.time()}
 
-    def answers(self, after: int, limit: int) -> dict[str, Any]:
-        """Returns the answers accepted after number `after`, at most `limit`, oldest first, as `columns` and `rows`."""
-        empty: list[TrajectoryRow] = []
-        found = self._with_ledger(lambda ledger: ledger.list_trajectories(limit, "oldest", after=after), empty)
-        return {"columns": ANSWER_COLUMNS, "rows": [self.row(row) for row in found], "is_last": len(found) < limit}
+    def makers(self, newest: Mapping[str, tuple[int, int | None]]) -> dict[str, dict[str, Any]]:
+        """Returns the engine, the device and the version of workers, as their newest answer tells. `newest` are the
+        task and the version of that answer, by worker."""
+        workers = {task: worker for worker, (task, _) in newest.items()}
+        none: dict[str, dict[str, Any]] = {}
+
+        def read(ledger: Ledger) -> dict[str, dict[str, Any]]:
+            rows = ledger.rows_of_tasks(workers)
+            engines = {}
+            for row, found in zip(rows, ledger.load_trajectories(rows), strict=True):
+                worker = workers[row.task]
+                parts = () if found is None else found.segments
+                own = [part.engine for part in parts if part.worker == worker and part.engine]
+                engines[worker] = without_paths(own[-1]) if own else ""
+            return {
+                worker: {"engine": engine, "device": device_in(engine), "version": newest[worker][1]}
+                for worker, engine in engines.items()
+            }
+
+        return self._with_ledger(read, none)
+
+    def previews(self, tasks: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """Returns the beginnings of prompt and response of each of `tasks`, by task."""
+        found: dict[int, dict[str, Any]] = {}
+
+        def read(ledger: Ledger) -> dict[int, dict[str, Any]]:
+            for row in ledger.rows_of_tasks(tasks):
+                (prompt, _), (trajectory,) = ledger.load_problems([row])[0], ledger.load_trajectories([row])
+                found[row.task] = preview(prompt, trajectory, self.decode)
+            return found
+
+        return self._with_ledger(read, found)
 
     def texts(self, tasks: Sequence[int], *, with_history: bool) -> dict[int, dict[str, Any]]:
         """Returns the prompt, the segments and the reward of each of `tasks`, by task."""
@@ -177,6 +209,7 @@ class RunData:
         found: dict[str, Any] = {
             "segments": parts,
             "is_pruned": detail.is_pruned,
+            "error": None if detail.error is None or self.decode is None else without_paths(detail.error),
             "rewards": [{"name": r.name, "value": r.value, "weight": r.weight, "position": r.position}
                         for r in detail.rewards],
         }  # fmt: skip
@@ -185,6 +218,19 @@ class RunData:
             if with_history:
                 found["history"] = [{"at": event.at, "what": without_paths(event.what)} for event in detail.history]
         return found
+
+
+def preview(prompt: np.ndarray, trajectory: Trajectory | None, decode: Decode | None) -> dict[str, Any]:
+    """Returns the beginnings of a prompt and of its response, or that there are none."""
+    if decode is None:
+        return {}
+    begun = None if trajectory is None else decode(trajectory.tokens[:PREVIEW_TOKENS])
+    return {"prompt": decode(prompt[-PREVIEW_TOKENS:]), "response": begun}
+
+
+def device_in(engine: str) -> str:
+    """Returns the kind of device that an engine's fingerprint names; "" if it names none."""
+    return next((word for word in engine.split() if word in DEVICES), "")
 
 
 def token_texts(tokens: np.ndarray, decode: Decode) -> list[str]:

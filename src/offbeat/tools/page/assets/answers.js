@@ -2,45 +2,21 @@
 
 import { addText, duration, el, empty, integer, moment, number, oneLine, table, textBlock } from "./text.js";
 import { PALETTE } from "./charts.js";
+import { ORDER_NAMES } from "./store.js";
 
 /** @typedef {import("./store.js").Row} Row */
 
 const PAGE = 50;
 /** Tokens that are shown one by one before the reader asks for the rest. */
 const SHOWN_TOKENS = 4000;
-const ORDERS = {
-  newest: (/** @type {Row} */ a, /** @type {Row} */ b) => b.seq - a.seq,
-  oldest: (/** @type {Row} */ a, /** @type {Row} */ b) => a.seq - b.seq,
-  best: (/** @type {Row} */ a, /** @type {Row} */ b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity) || b.seq - a.seq,
-  worst: (/** @type {Row} */ a, /** @type {Row} */ b) => (a.reward ?? Infinity) - (b.reward ?? Infinity) || b.seq - a.seq,
-  longest: (/** @type {Row} */ a, /** @type {Row} */ b) => b.num_tokens - a.num_tokens || b.seq - a.seq,
-};
-/** Filters: name in the address, label, and whether an answer passes a value. */
+/** Conditions: name in the address, and label. */
 const FILTERS = {
-  purpose: ["for", (/** @type {Row} */ a, /** @type {string} */ v) => a.purpose === v],
-  step: ["step", (/** @type {Row} */ a, /** @type {string} */ v) => a.step === Number(v)],
-  source: ["task", (/** @type {Row} */ a, /** @type {string} */ v) => a.source === v],
-  worker: ["worker", (/** @type {Row} */ a, /** @type {string} */ v) => a.worker === v],
-  version: ["version", (/** @type {Row} */ a, /** @type {string} */ v) => a.first_version !== null && a.first_version <= Number(v) && Number(v) <= a.last_version],
-  state: ["state", (/** @type {Row} */ a, /** @type {string} */ v) => a.state === v],
-  min_reward: ["reward ≥", (/** @type {Row} */ a, /** @type {string} */ v) => a.reward !== null && a.reward >= Number(v)],
-  max_reward: ["reward ≤", (/** @type {Row} */ a, /** @type {string} */ v) => a.reward !== null && a.reward <= Number(v)],
-  min_length: ["tokens ≥", (/** @type {Row} */ a, /** @type {string} */ v) => a.num_tokens >= Number(v)],
-  max_length: ["tokens ≤", (/** @type {Row} */ a, /** @type {string} */ v) => a.num_tokens <= Number(v)],
+  purpose: "for", step: "step", source: "task", worker: "worker", version: "version", state: "state",
+  min_reward: "reward ≥", max_reward: "reward ≤", min_length: "tokens ≥", max_length: "tokens ≤",
 };
 const CHOICES = ["purpose", "source", "worker", "state"];
-
-/** Returns the answers that pass all filters in `asked`, in its order. @param {Row[]} answers @param {URLSearchParams} asked */
-export function chosen(answers, asked) {
-  const tests = Object.entries(FILTERS).flatMap(([name, [, passes]]) => {
-    const value = asked.get(name);
-    return value === null || value === "" ? [] : [(/** @type {Row} */ a) => /** @type {any} */ (passes)(a, value)];
-  });
-  const found = tests.length ? answers.filter((answer) => tests.every((test) => test(answer))) : [...answers];
-  const order = asked.get("order") ?? "newest";
-  if (order === "newest") return found.reverse(); // they are known oldest first
-  return found.sort(ORDERS[/** @type {keyof ORDERS} */ (order)] ?? ORDERS.newest);
-}
+/** Most answers of one group, or to one prompt of the evaluations, that are shown together. */
+const MOST_TOGETHER = 500;
 
 /** The view; its address is `#answers?FILTERS`, `#answers/TASK` or `#answers/group/GROUP`. */
 export class AnswersView {
@@ -52,6 +28,7 @@ export class AnswersView {
     this.asked = new URLSearchParams();
     this.shade = "version";
     this.drawing = 0;
+    /** @type {(() => void)|null} */ this.whenDrawn = null;
   }
 
   /** Draws again after a change, unless the reader is busy with a filter or has an answer open that is there already. */
@@ -63,7 +40,7 @@ export class AnswersView {
 
   /** @param {string} path after `#answers` @param {URLSearchParams} asked */
   open(path, asked) {
-    if (path !== this.path) this.place.replaceChildren(empty("loading the answer …"));
+    if (path !== this.path) this.place.replaceChildren(empty(path ? "loading the answer …" : "loading the answers …"));
     this.path = path;
     this.asked = asked;
     return this.draw();
@@ -82,18 +59,23 @@ export class AnswersView {
     }
     if (drawing !== this.drawing) return;
     this.place.replaceChildren(...content);
+    this.whenDrawn?.();
   }
 
-  list() {
-    const { answers, isLoading, file } = this.store;
-    if (!answers.length) return [empty(isLoading ? "loading the answers …" : "No answer has been accepted yet. They appear here as soon as a worker hands them in.")];
-    const found = chosen(answers, this.asked);
-    const from = Math.max(0, Number(this.asked.get("from") ?? 0) || 0);
-    const shown = found.slice(from, from + PAGE);
+  async list() {
+    const { store } = this, { file } = store;
+    const from = Math.max(0, Math.floor(Number(this.asked.get("from") ?? 0)) || 0);
+    const asked = Object.fromEntries(Object.keys(FILTERS).map((name) => [name, this.asked.get(name) ?? ""]));
+    const told = await store.find(asked, this.asked.get("order") ?? "newest", from, PAGE);
+    if (!told.known) return [empty(told.all || store.isLoading ? "reading the answers …" : "No answer has been accepted yet. They appear here as soon as a worker hands them in.")];
+    const shown = told.rows;
     const previews = new Map(shown.map((a) => [a.task, el("span", { class: "preview" }, "…")]));
-    this.store.textsOf(shown.map((a) => a.task)).then(
-      (texts) => previews.forEach((cell, task) => preview(cell, texts[task])),
-      (error) => previews.forEach((cell) => cell.replaceChildren(`not loaded: ${error.message}`)));
+    this.whenDrawn = () => {
+      this.whenDrawn = null;
+      store.previewsOf(shown.map((a) => a.task)).then(
+        (texts) => previews.forEach((cell, task) => preview(cell, texts[task])),
+        (error) => previews.forEach((cell) => cell.replaceChildren(`not loaded: ${error.message}`)));
+    };
     const rows = shown.map((a) => [
       el("a", { href: `#answers/${a.task}` }, `${a.task}`),
       a.purpose === "eval" ? el("span", { class: "short" }, `eval ${a.step ?? "–"}`) : (a.step ?? "–"), a.error ? "failed" : number(a.reward),
@@ -102,26 +84,27 @@ export class AnswersView {
       el("a", { href: `#answers/group/${a.group}` }, `${a.group}`),
     ]);
     const head = ["answer", "step", "reward", "prompt → response", "tokens", "versions", "end", "state", "task", "worker", "group"];
-    const left = file && file.num_answers > answers.length ? ` (this file holds ${integer(answers.length)} of the run's ${integer(file.num_answers)}: every ${integer(file.stride)}th group)` : "";
-    const loading = isLoading ? `, of ${integer(this.store.numAnswers)} that are being loaded` : "";
+    const left = file && told.all > told.known ? ` (this file holds ${integer(told.known)} of the run's ${integer(told.all)}: every ${integer(file.stride)}th group)` : "";
+    const loading = !file && told.all > told.known ? `, of ${integer(told.all)} that are being read` : "";
     return [
-      this.form(),
-      el("p", { class: "count", role: "status" }, `${integer(found.length)} of ${integer(answers.length)} answers${left}${loading}`),
+      this.form(told.choices),
+      el("p", { class: "count", role: "status" }, `${integer(told.found)} of ${integer(told.known)} answers${left}${loading}`),
       shown.length ? table(head, rows) : empty("No answer passes these filters."),
-      this.pages(from, found.length),
+      this.pages(from, told.found),
     ];
   }
 
-  form() {
-    const fields = Object.entries(FILTERS).map(([name, [label]]) => {
+  /** @param {Record<string, string[]>} choices */
+  form(choices) {
+    const fields = Object.entries(FILTERS).map(([name, label]) => {
       const value = this.asked.get(name) ?? "";
       const id = `filter-${name}`;
       const field = CHOICES.includes(name)
-        ? el("select", { id, name }, el("option", { value: "" }, "all"), ...[...new Set(this.store.answers.map((a) => a[name]))].sort().map((v) => el("option", { value: v, selected: v === value }, oneLine(v, 40))))
+        ? el("select", { id, name }, el("option", { value: "" }, "all"), ...choices[name].map((v) => el("option", { value: v, selected: v === value }, oneLine(v, 40))))
         : el("input", { id, name, value, inputmode: "decimal", size: 5 });
       return el("label", { for: id }, `${label} `, field);
     });
-    const order = el("select", { name: "order", id: "filter-order" }, ...Object.keys(ORDERS).map((v) => el("option", { value: v, selected: v === (this.asked.get("order") ?? "newest") }, v)));
+    const order = el("select", { name: "order", id: "filter-order" }, ...ORDER_NAMES.map((v) => el("option", { value: v, selected: v === (this.asked.get("order") ?? "newest") }, v)));
     const form = el("form", { class: "controls" }, ...fields, el("label", { for: "filter-order" }, "order ", order), el("a", { href: "#answers", class: "button" }, "clear"));
     form.addEventListener("submit", (/** @type {Event} */ event) => event.preventDefault());
     form.addEventListener("change", () => {
@@ -147,14 +130,14 @@ export class AnswersView {
 
   /** @param {number} task */
   async one(task) {
-    const row = this.store.answers.find((a) => a.task === task);
-    if (!row) return [back(), empty(this.store.isLoading ? "loading the answers …" : `Answer ${task} is not in ${this.store.file ? "this file" : "this run, or is not finished yet"}.`)];
+    const told = await this.store.find({ task }, "oldest", 0, 1), row = told.rows[0];
+    if (!row) return [back(), empty(!this.store.file && told.all > told.known || !told.all ? "reading the answers …" : `Answer ${task} is not in ${this.store.file ? "this file" : "this run, or is not finished yet"}.`)];
     const text = (await this.store.textsOf([task]))[task];
     const around = [
       el("a", { href: `#answers/group/${row.group}` }, "its group side by side"),
       row.step !== null ? el("a", { href: `#answers?step=${row.step}&purpose=${row.purpose}` }, row.purpose === "eval" ? `the evaluation after step ${row.step}` : `all of step ${row.step}`) : null,
     ];
-    const same = row.purpose === "eval" ? this.store.answers.filter((a) => a.purpose === "eval" && a.ordinal === row.ordinal && a.member === row.member) : [];
+    const same = row.purpose === "eval" ? (await this.store.find({ purpose: "eval", ordinal: row.ordinal, member: row.member }, "oldest", 0, MOST_TOGETHER)).rows : [];
     const early = same.length > 1 ? el("p", {}, "The same prompt, after step ", ...same.flatMap((a, i) => [i ? " · " : "", a.task === task ? el("strong", {}, `${a.step}`) : el("a", { href: `#answers/${a.task}` }, `${a.step}`)]), ".") : null;
     return [
       back(),
@@ -168,8 +151,8 @@ export class AnswersView {
 
   /** @param {number} group */
   async group(group) {
-    const rows = this.store.answers.filter((a) => a.group === group).sort((a, b) => a.member - b.member);
-    if (!rows.length) return [back(), empty(this.store.isLoading ? "loading the answers …" : `Group ${group} has no answer here.`)];
+    const told = await this.store.find({ group }, "oldest", 0, MOST_TOGETHER), rows = told.rows.sort((a, b) => a.member - b.member);
+    if (!rows.length) return [back(), empty(!this.store.file && told.all > told.known || !told.all ? "reading the answers …" : `Group ${group} has no answer here.`)];
     const texts = await this.store.textsOf(rows.map((a) => a.task));
     const rewards = rows.filter((a) => a.reward !== null).map((a) => a.reward);
     const mean = rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null;
@@ -200,7 +183,7 @@ export class AnswersView {
     }
     if (text.is_pruned) parts.push(empty("The response was deleted to save space (ledger.keep_bodies)."));
     else parts.push(response(text, this.shade));
-    if (row.error) parts.push(el("h4", {}, "why its reward failed"), textBlock(row.error));
+    if (text.error) parts.push(el("h4", {}, "why its reward failed"), textBlock(text.error));
     if (!isWhole) return parts;
     parts.push(legend(text));
     if (text.rewards.length > 1 || text.rewards.some((/** @type {Row} */ r) => r.weight !== 1)) parts.push(table(["part of the reward", "value", "weight", "position"], text.rewards.map((/** @type {Row} */ r) => [oneLine(r.name, 60), number(r.value), number(r.weight), r.position < 0 ? "end" : r.position])));
@@ -210,7 +193,9 @@ export class AnswersView {
 
   shades() {
     const choice = (/** @type {string} */ value, /** @type {string} */ label) => el("label", {}, el("input", { type: "radio", name: "shade", value, checked: this.shade === value, onchange: () => { this.shade = value; this.draw(); } }), ` ${label} `);
-    return el("fieldset", { class: "shades" }, el("legend", {}, "tokens coloured by"), choice("version", "version"), choice("logprob", "log-prob"), choice("staleness", "staleness"), choice("none", "nothing"));
+    const key = /** @type {Record<string, [string, string]>} */ ({ logprob: ["likely", "below −2.8"], staleness: ["0 steps", "4 or more"] })[this.shade];
+    const scale = key ? el("span", { class: "scale" }, `${key[0]} `, ...[0, 1, 2, 3, 4].map((heat) => el("span", { class: `token heat${heat}` }, "  ")), ` ${key[1]}`) : null;
+    return el("fieldset", { class: "shades" }, el("legend", {}, "tokens coloured by"), choice("version", "version"), choice("logprob", "log-prob"), choice("staleness", "staleness"), choice("none", "nothing"), scale);
   }
 }
 
@@ -223,8 +208,7 @@ function span(a) {
 /** Fills the cell of a list with the beginning of a text. @param {HTMLElement} cell @param {Row|undefined} text */
 function preview(cell, text) {
   if (!text || text.prompt === undefined) return cell.replaceChildren(el("em", {}, "no text"));
-  const whole = text.segments.map((/** @type {Row} */ s) => (s.pieces ?? []).join("")).join("");
-  cell.replaceChildren(el("span", { class: "muted" }, oneLine(text.prompt, 80)), " → ", text.is_pruned ? "(deleted)" : oneLine(whole, 160));
+  cell.replaceChildren(el("span", { class: "muted" }, oneLine(text.prompt, 80)), " → ", text.response === null ? "(deleted)" : oneLine(text.response, 160));
 }
 
 /** @param {Row} row */
@@ -298,7 +282,7 @@ function legend(text) {
   const rows = text.segments.map((/** @type {Row} */ s) => [
     `${s.start}–${s.start + s.num_tokens - 1}`,
     s.version === null ? "given" : el("span", { class: `token bg-${PALETTE[order.indexOf(s.version) % PALETTE.length]}` }, `version ${s.version}${s.is_abandoned ? ", abandoned" : ""}`),
-    s.step ?? "–", s.staleness ?? "not trained", oneLine(s.worker || "–", 40), oneLine(s.engine || "–", 40),
+    s.step ?? "–", s.staleness ?? "not trained", oneLine(s.worker || "–", 40), oneLine(s.engine || "–", 200),
     s.logprobs && s.logprobs.length ? number(s.logprobs.reduce((/** @type {number} */ a, /** @type {number} */ b) => a + b, 0) / s.logprobs.length) : "–",
   ]);
   return table(["tokens", "version", "of step", "staleness", "worker", "engine", "mean log-prob"], rows);

@@ -1,7 +1,6 @@
 /** "How stale is it?": trained tokens by age, waste by cause, and whether every token has its one place. */
 
 import { chart, closeCharts, PALETTE } from "./charts.js";
-import { column } from "./learning.js";
 import { el, empty, integer, percent, table } from "./text.js";
 
 const AGE = /^num_tokens\/staleness_(.+)$/;
@@ -16,28 +15,27 @@ export class StalenessView {
   }
 
   draw() {
-    const { metrics, ledger, about, isLoading } = this.store;
+    const { curves, ledger, about, isLoading } = this.store;
     closeCharts(this.charts);
-    const rows = metrics.filter((row) => typeof row.staleness === "number");
-    if (rows.length) this.charts.replaceChildren(...this.curves(rows, about.max_staleness));
+    if (curves.has("staleness")) this.charts.replaceChildren(...this.curves(about.max_staleness));
     else this.charts.replaceChildren(empty(isLoading ? "loading …" : "No step is trained yet, so no token has an age."));
-    this.tables.replaceChildren(...(ledger.report ? this.sums() : [empty("The ledger is not there yet: the run has not begun.")]));
+    this.tables.replaceChildren(...(ledger.report ? this.sums() : [empty(isLoading || curves.length ? "reading the ledger …" : "The ledger is not there yet: the run has not begun.")]));
   }
 
-  /** @param {Record<string, any>[]} rows @param {number|null} bound */
-  curves(rows, bound) {
-    const x = rows.map((row) => row.step);
+  /** @param {number|null} bound */
+  curves(bound) {
+    const { curves } = this.store, x = curves.x.step;
     const ages = [...this.store.names].map((key) => AGE.exec(key)?.[1]).filter(Boolean).sort((a, b) => parseInt(/** @type {string} */ (a)) - parseInt(/** @type {string} */ (b)));
-    const mean = [{ label: "mean", values: column(rows, "staleness") }, { label: "oldest", values: column(rows, "staleness_max") }];
-    const lines = bound === null || bound === undefined ? mean : [...mean, { label: "bound", values: rows.map(() => bound), kind: /** @type {const} */ ("band"), colour: "alarm" }];
+    const mean = [{ label: "mean", values: curves.mean("staleness"), low: curves.end("staleness", 1), high: curves.end("staleness", 2) }, { label: "oldest", values: curves.end("staleness_max", 2) ?? curves.mean("staleness_max") }];
+    const lines = bound === null || bound === undefined ? mean : [...mean, { label: "bound", values: x.map(() => bound), kind: /** @type {const} */ ("band"), colour: "alarm" }];
     const made = [chart({ title: "staleness", about: "of the tokens trained, in steps", x, xName: "step", lines, from0: true })];
     if (ages.length) {
-      const sums = rows.map(() => 0);
+      const sums = x.map(() => 0);
       const areas = ages.map((age, i) => {
-        const values = column(rows, `num_tokens/staleness_${age}`).map((v, n) => (sums[n] += v ?? 0));
-        return { label: `≤ ${age} old`, values, kind: /** @type {const} */ ("area"), colour: PALETTE[i % PALETTE.length] };
+        const values = curves.mean(`num_tokens/staleness_${age}`).map((v, n) => (sums[n] += v ?? 0));
+        return { label: age === "0" ? "of this step" : `${age} ${age === "1" ? "step" : "steps"} old`, values, kind: /** @type {const} */ ("area"), colour: PALETTE[i % PALETTE.length] };
       });
-      made.push(chart({ title: "trained tokens by age", about: "stacked", x, xName: "step", lines: areas.reverse(), from0: true }));
+      made.push(chart({ title: "trained tokens by age", about: curves.size > 1 ? "a step, stacked" : "stacked", x, xName: "step", lines: areas.reverse(), from0: true }));
     }
     return made;
   }

@@ -5,8 +5,10 @@ import { ALARMS } from "./events.js";
 import { duration, el, empty, integer, moment, oneLine, percent, table } from "./text.js";
 
 /** @typedef {import("./store.js").Row} Row */
-/** @typedef {[number, number, number, number, number|null]} Span track, name, start, seconds, answers */
+/** @typedef {[number, number, number, number, number|null, number, number]} Span track, name, start, seconds, answers, steps trained before, number of spans that it sums up */
 
+/** A window is loaded when the reader has stopped moving it, and again after a while, because a run goes on. */
+const SETTLE_MS = 120, RELOAD_MS = 3000;
 const LANE_HEIGHT = 34, LABEL_WIDTH = 110, AXIS_HEIGHT = 24;
 /** Steps over which the limit of the run is judged. */
 const JUDGED_STEPS = 20, MIN_STEPS = 3;
@@ -33,16 +35,6 @@ export function limit(metrics, events, mode) {
   return `No part limits the run alone: waiting takes ${percent(wait)} ${over}, training ${percent(train)}, versions and checkpoints ${percent(write)}.`;
 }
 
-/** Seconds by track and name. @param {Row} timeline */
-export function sums(timeline) {
-  /** @type {Map<string, number>} */ const found = new Map();
-  for (const [track, name, , seconds] of timeline.spans) {
-    const key = `${track} ${name}`;
-    found.set(key, (found.get(key) ?? 0) + seconds);
-  }
-  return found;
-}
-
 export class TimelineView {
   /** @param {import("./store.js").Store} store @param {HTMLElement} place */
   constructor(store, place) {
@@ -56,8 +48,10 @@ export class TimelineView {
     place.append(this.sentence, this.buttons, el("div", { class: "timeline" }, this.canvas), this.about, this.tables);
     this.begin = 0;
     this.end = 0;
-    /** @type {number[]} ends of the steps */ this.steps = [];
+    /** @type {Row|null} what was loaded last: some window of the time line */ this.loaded = null;
     /** @type {Span[][]} spans by track */ this.lanes = [];
+    this.asking = 0;
+    this.askedAt = 0;
     /** @type {[number, number]|null} seconds from the beginning; null: all */ this.window = null;
     this.canvas.addEventListener("wheel", (/** @type {WheelEvent} */ e) => { e.preventDefault(); this.zoom(e.deltaY > 0 ? 1.25 : 0.8, this.share(e)); }, { passive: false });
     this.canvas.addEventListener("pointerdown", (/** @type {PointerEvent} */ e) => { this.from = e.clientX; this.canvas.setPointerCapture(e.pointerId); });
@@ -65,23 +59,47 @@ export class TimelineView {
     this.canvas.addEventListener("pointerup", () => { this.from = null; });
     this.canvas.addEventListener("keydown", (/** @type {KeyboardEvent} */ e) => this.key(e));
     /** @type {number|null} */ this.from = null;
+    /** @type {import("./store.js").Store|null} run that was loaded */ this.of = null;
+    /** @type {any} */ this.timer = 0;
     new ResizeObserver(() => this.paint()).observe(this.canvas.parentElement);
   }
 
   draw() {
-    this.sentence.textContent = limit(this.store.metrics, this.store.events, this.store.about.mode);
-    const timeline = this.store.timeline;
-    const hasSpans = Boolean(timeline && timeline.spans.length);
+    const { store } = this;
+    this.sentence.textContent = limit(store.latest.recent, store.events, store.about.mode);
+    if (this.of !== store) {
+      this.of = store;
+      this.window = this.loaded = null;
+    }
+    this.show();
+    // What has come since is loaded every few seconds; another window at once, in `set`.
+    if (!this.loaded || Date.now() - this.askedAt > RELOAD_MS) this.load();
+  }
+
+  /** Loads the shown window, and a half of it on both sides. */
+  async load() {
+    const asking = ++this.asking, [low, high] = this.shown(), half = (high - low) / 2, { store } = this;
+    this.askedAt = Date.now();
+    try {
+      const found = this.window && this.loaded ? await store.timelineOf(this.begin + low - half, this.begin + high + half) : await store.timelineOf(null, null);
+      if (asking !== this.asking || store !== this.store) return;
+      this.loaded = found;
+      this.show();
+    } catch (error) {
+      this.tables.replaceChildren(empty(`The time line could not be loaded: ${error instanceof Error ? error.message : error}`));
+    }
+  }
+
+  show() {
+    const timeline = this.loaded, hasSpans = Boolean(timeline?.spans.length);
     this.canvas.hidden = this.buttons.hidden = !hasSpans;
     if (!timeline || !hasSpans) {
-      this.tables.replaceChildren(empty(this.store.isLoading ? "loading …" : "No span has been recorded yet. They come with the first step."));
+      this.tables.replaceChildren(empty(timeline ? "No span has been recorded yet. They come with the first step." : "loading …"));
       this.about.textContent = "";
       return;
     }
-    this.begin = timeline.spans.reduce((/** @type {number} */ t, /** @type {Span} */ s) => Math.min(t, s[2]), Infinity);
-    this.end = timeline.spans.reduce((/** @type {number} */ t, /** @type {Span} */ s) => Math.max(t, s[2] + s[3]), 0);
-    const train = timeline.names.indexOf("train");
-    this.steps = timeline.spans.filter((/** @type {Span} */ s) => s[1] === train).map((/** @type {Span} */ s) => s[2] + s[3]).sort((/** @type {number} */ a, /** @type {number} */ b) => a - b);
+    this.begin = timeline.begin;
+    this.end = timeline.end;
     this.lanes = timeline.tracks.map(() => []);
     for (const span of timeline.spans) this.lanes[span[0]].push(span);
     this.paint();
@@ -91,13 +109,10 @@ export class TimelineView {
   /** @param {Row} timeline */
   shares(timeline) {
     const whole = this.end - this.begin;
-    const rows = [...sums(timeline)].map(([key, seconds]) => {
-      const [track, name] = key.split(" ").map(Number);
-      return { track, who: oneLine(timeline.tracks[track], 40), what: oneLine(timeline.names[name], 40), seconds };
-    }).sort((a, b) => a.track - b.track || b.seconds - a.seconds);
-    const left = timeline.num_left_out ? ` The ${integer(timeline.num_left_out)} shortest spans are not in this file.` : "";
-    return el("section", {}, el("h3", {}, "Shares"), table(["who", "what", "time", "seconds", "share"], rows.map((row) => [row.who, row.what, duration(row.seconds), row.seconds.toFixed(3), percent(row.seconds / whole)])),
-      el("p", { class: "small" }, `Of ${duration(whole)} from the first span to the last, loading not included.${left}`));
+    const rows = timeline.sums.map((/** @type {number[]} */ [track, name, count, seconds]) => ({ track, who: oneLine(timeline.tracks[track], 40), what: oneLine(timeline.names[name], 40), count, seconds }))
+      .sort((/** @type {Row} */ a, /** @type {Row} */ b) => a.track - b.track || b.seconds - a.seconds);
+    return el("section", {}, el("h3", {}, "Shares"), table(["who", "what", "times", "time", "seconds", "share"], rows.map((/** @type {Row} */ row) => [row.who, row.what, integer(row.count), duration(row.seconds), row.seconds.toFixed(3), percent(row.seconds / whole)])),
+      el("p", { class: "small" }, `Of ${duration(whole)} from the first span to the last, loading not included.`));
   }
 
   /** Shown window in seconds from the beginning. @returns {[number, number]} */
@@ -122,12 +137,12 @@ export class TimelineView {
   all() {
     this.window = null;
     this.paint();
+    this.loadSoon();
   }
 
   newest() {
-    const whole = this.end - this.begin, ends = this.steps;
-    const from = ends.length > 6 ? ends[ends.length - 6] - this.begin : 0;
-    this.set(from, whole - from);
+    const from = (this.loaded?.newest ?? this.begin) - this.begin;
+    this.set(from, this.end - this.begin - from);
   }
 
   /** @param {number} low @param {number} span */
@@ -135,6 +150,12 @@ export class TimelineView {
     const whole = this.end - this.begin, start = Math.min(Math.max(0, low), Math.max(0, whole - span));
     this.window = [start, start + span];
     this.paint();
+    this.loadSoon();
+  }
+
+  loadSoon() {
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => this.load(), SETTLE_MS);
   }
 
   /** @param {{clientX: number}} event */
@@ -163,14 +184,14 @@ export class TimelineView {
     }
     const at = this.begin + low + this.share(event) * (high - low), lane = Math.floor((event.clientY - box.top - AXIS_HEIGHT) / LANE_HEIGHT);
     const span = (this.lanes[lane] ?? []).find((s) => s[2] <= at && at <= s[2] + s[3]);
-    const names = this.store.timeline?.names ?? [];
+    const names = this.loaded?.names ?? [];
     this.about.textContent = span
-      ? `${oneLine(names[span[1]], 40)}: ${duration(span[3])} from ${moment(span[2])}${span[4] === null ? "" : `, ${integer(span[4])} answers`}, ${stepAt(this.steps, span[2] + span[3] / 2)} steps trained before`
+      ? `${oneLine(names[span[1]], 40)}${span[6] > 1 ? `, ${integer(span[6])} short spans, zoom to see each` : ""}: ${duration(span[3])} from ${moment(span[2])}${span[4] === null ? "" : `, ${integer(span[4])} answers`}, ${integer(span[5])} steps trained before`
       : hint();
   }
 
   paint() {
-    const timeline = this.store.timeline, lanes = this.lanes;
+    const timeline = this.loaded, lanes = this.lanes;
     const width = this.canvas.parentElement.clientWidth;
     if (!timeline || !width || this.canvas.hidden) return;
     const height = AXIS_HEIGHT + LANE_HEIGHT * lanes.length, scale = devicePixelRatio;
@@ -187,12 +208,12 @@ export class TimelineView {
     const shades = PALETTE.map((name) => colour(name)), ground = colour("ground"), ink = colour("ink");
     lanes.forEach((spans, lane) => {
       const top = AXIS_HEIGHT + lane * LANE_HEIGHT;
-      for (const [, name, start, seconds] of spans) {
+      for (const [, name, start, seconds, , steps] of spans) {
         const x = LABEL_WIDTH + (start - this.begin - low) * perSecond, w = Math.max(1, seconds * perSecond - 0.5);
         if (x + w < LABEL_WIDTH || x > width) continue;
         const isWait = timeline.names[name] === "wait";
         pen.globalAlpha = isWait ? 0.3 : 1;
-        pen.fillStyle = isWait ? colour("muted") : shades[stepAt(this.steps, start + seconds / 2) % shades.length];
+        pen.fillStyle = isWait ? colour("muted") : shades[steps % shades.length];
         pen.fillRect(Math.max(x, LABEL_WIDTH), top + 4, Math.min(w, width - x, w + x - LABEL_WIDTH), LANE_HEIGHT - 8);
         pen.globalAlpha = 1;
         if (w > 60) {
@@ -220,20 +241,18 @@ export class TimelineView {
       pen.moveTo(x, AXIS_HEIGHT - 4);
       pen.lineTo(x, height);
       pen.stroke();
-      pen.fillText(duration(Math.max(0, Number(t.toPrecision(9)))), x + 2, AXIS_HEIGHT / 2);
+      pen.fillText(clock(Math.max(0, t), gap), x + 2, AXIS_HEIGHT / 2);
     }
   }
 }
 
-/** Number of steps that were trained before `at`. @param {number[]} ends @param {number} at */
-function stepAt(ends, at) {
-  let low = 0, high = ends.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (ends[middle] <= at) low = middle + 1;
-    else high = middle;
-  }
-  return low;
+/** A time on the axis, as hours, minutes and seconds, as finely as its marks are apart. @param {number} seconds @param {number} gap */
+function clock(seconds, gap) {
+  const digits = Math.max(0, Math.min(6, -Math.floor(Math.log10(gap) + 1e-9)));
+  const rounded = Number(seconds.toFixed(digits)), minutes = Math.floor(rounded / 60);
+  if (minutes === 0) return `${rounded.toFixed(digits)} s`;
+  const left = (rounded - 60 * minutes).toFixed(digits).padStart(digits ? digits + 3 : 2, "0");
+  return minutes < 60 ? `${minutes}:${left}` : `${Math.floor(minutes / 60)}:${String(minutes % 60).padStart(2, "0")}:${left}`;
 }
 
 function hint() {
