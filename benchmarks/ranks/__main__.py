@@ -50,6 +50,9 @@ MAX_OTHERS = 0.1
 SPEED = Task(
     last=3, exact=False, width=384, layers=4, vocabulary=2048, groups=6, group_size=4, tokens_per_microbatch=1024
 )
+COPIES = {"load": 1, "train": 4, "save": 6, "publish": 8}
+"""Copies of a rank's float32 share in each phase: the masters; gradients and two moments; the copies of masters and
+moments that are written while training goes on, which stay; the rows of a version, and the parts that they become."""
 MEMORY = Task(last=1, exact=False, width=768, layers=12, vocabulary=16384, groups=1, tokens_per_microbatch=256)
 
 
@@ -121,12 +124,15 @@ def resize(folder: Path, *, quick: bool) -> tuple[dict[str, Bar], list[list[str]
 
 
 def memory(folder: Path, *, quick: bool) -> tuple[dict[str, Bar], list[list[str]]]:
-    make_model(MEMORY).save_pretrained(folder / "model")
-    task = replace(MEMORY, folder=str(folder / "memory"), path=str(folder / "model"))
+    """Compares the peak of each phase with what a rank had before it loaded the model (torch, its libraries, the
+    gang), its share of what it must hold then, and the largest tensor."""
+    small = replace(MEMORY, layers=4) if quick else MEMORY
+    make_model(small).save_pretrained(folder / "model")
+    task = replace(small, folder=str(folder / "memory"), path=str(folder / "model"), publishes=str(folder / "versions"))
     ranks = run(task, 2, folder)
     largest = 4 * task.vocabulary * task.width
     rows, bars = [], {}
-    for what, copies in (("load", 1), ("train", 4), ("save", 7)):  # masters; gradient and moments; copies in memory
+    for what, copies in COPIES.items():
         over = [
             (one["peak_bytes"][what] - one["peak_bytes"]["start"] - copies * one["held_bytes"] - largest) / 1e6
             for one in ranks

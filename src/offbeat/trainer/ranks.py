@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offbeat.errors import OffbeatError, UserError
+from offbeat.host_memory import return_freed_blocks
 from offbeat.trainer.rounds import Arrays, Ranks
 from offbeat.trajectory import array_from_wire, array_to_wire
 
@@ -40,6 +41,9 @@ BEATS_PER_LIMIT = 4
 """Number of beats within `lost_after_s`."""
 FOLLOWER_PATIENCE = 2.0
 """A follower gives rank 0 this multiple of `lost_after_s`, so that rank 0 finds and names a lost rank first."""
+RETURNED_BYTES = 4 << 20
+"""Size from which on freed memory of ranks on a CPU goes back to the system: smaller than a layer that ranks gather,
+larger than most of what a pass computes, since mapping memory anew takes time."""
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Joins equally long tensors of all ranks; torch renamed it in 2.13."""
 
@@ -242,6 +246,8 @@ def join_gang(
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.init()  # otherwise a DeviceMesh would choose a GPU by LOCAL_RANK
+    else:
+        return_freed_blocks(RETURNED_BYTES)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" and not via_host else "gloo",
         store=store,

@@ -39,6 +39,8 @@ from offbeat.trainer.policy import AdamSettings, Forward, LossFunction, Policy
 from offbeat.trainer.ranks import Gang
 from offbeat.trainer.rounds import Ranks
 from offbeat.weights.divided import Key, like, owner_of, parts_of
+from offbeat.weights.safetensor_file import file_layout, read_at
+from offbeat.weights.version import DTYPES
 
 BUCKET_BYTES = 512 * 2**20
 """Bytes of tensors, over all ranks, that are exchanged at a time when a version is published."""
@@ -99,19 +101,23 @@ def shard(model: PreTrainedModel, gang: Gang, *, trains: bool, path: str | None 
 
 @torch.no_grad()
 def _read_rows(model: PreTrainedModel, gang: Gang, path: str, dtype: torch.dtype) -> None:
-    """Reads this rank's rows of all weights, rounded to `dtype`."""
+    """Reads this rank's rows of all weights, rounded to `dtype`, without mapping the files: mapped pages would count as
+    memory of this process."""
     files = stored_weights(path)
     own = state_tensors(model)
     with ExitStack() as opened:
-        stores = {file: opened.enter_context(safe_open(file, framework="pt")) for file in sorted(set(files.values()))}
+        stores = {file: opened.enter_context(open(file, "rb")) for file in sorted(set(files.values()))}
+        places = {file: file_layout(store) for file, store in stores.items()}
         for names in tied_names(model):
             stored_as = next(name for name in names if name in files)
-            tensor, stored = own[names[0]], stores[files[stored_as]]
-            if isinstance(tensor, DTensor):
-                rows = rows_of(tensor.shape[0], gang.rank, gang.size)
-                tensor.to_local().copy_(stored.get_slice(stored_as)[rows.start : rows.start + rows.num].to(dtype))
-            else:
-                tensor.copy_(stored.get_tensor(stored_as))
+            file = files[stored_as]
+            tensor, place = own[names[0]], places[file][stored_as]
+            total = place.shape[0]
+            rows = rows_of(total, gang.rank, gang.size) if isinstance(tensor, DTensor) else RowRange(0, total, total)
+            row_bytes = (place.stop - place.start) // max(total, 1)
+            data = read_at(stores[file], place.start + rows.start * row_bytes, rows.num * row_bytes)
+            found = torch.from_numpy(data).view(getattr(torch, DTYPES[place.dtype]))
+            _local(tensor).copy_(found.view(rows.num, *place.shape[1:]).to(dtype))
 
 
 class ShardedPolicy(Policy):
