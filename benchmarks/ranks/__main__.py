@@ -8,7 +8,9 @@
 - ranks-publish: two versions from 1, 2 and 3 ranks: equal digests, sizes of the deltas;
 - ranks-balance: share of the ranks' time that is spent on micro-batches: 8 ranks, long-tailed answers of a 7B model;
 - ranks-speed: trained tokens per second of two ranks of one thread over those of one rank of one thread, interleaved;
-- fsdp-of-one, two-on-one (need a GPU): FSDP2 on one rank, and two ranks on one card, against the plain policy.
+- fsdp-of-one, two-on-one (need a GPU): FSDP2 on one rank, and two ranks on one card, against the plain policy;
+- publish-speed (needs a GPU, a smaller form does not): versions of a 7.6B model in which one value in a hundred
+  changed, from one rank and from two on one card: GB/s until they are durable, seconds that training stands still.
 
 Ranks are processes on this machine, on a CPU over gloo. All train random models on random answers.
 """
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import socket
 import statistics
 import subprocess
@@ -34,6 +37,7 @@ import torch
 from benchmarks import report
 from benchmarks.common.load import Load
 from benchmarks.ranks.one_rank import WITHIN_S, Task, make_model
+from benchmarks.ranks.publishing import Publishing
 from benchmarks.report import Bar, Unmeasured, at_least, at_most
 from offbeat.trainer.rounds import balance, cost
 
@@ -50,14 +54,16 @@ MAX_OTHERS = 0.1
 SPEED = Task(
     last=3, exact=False, width=384, layers=4, vocabulary=2048, groups=6, group_size=4, tokens_per_microbatch=1024
 )
+DISK_BYTES = 62 * 10**9
+"""Free disk that publish-speed needs: three versions, and the pieces of one."""
 COPIES = {"load": 1, "train": 4, "save": 6, "publish": 8}
 """Copies of a rank's float32 share in each phase: the masters; gradients and two moments; the copies of masters and
 moments that are written while training goes on, which stay; the rows of a version, and the parts that they become."""
 MEMORY = Task(last=1, exact=False, width=768, layers=12, vocabulary=16384, groups=1, tokens_per_microbatch=256)
 
 
-def run(task: Task, size: int, folder: Path) -> list[dict[str, Any]]:
-    """Trains `task` on `size` ranks; returns what each of them tells."""
+def run(task: Any, size: int, folder: Path, program: str = "one_rank", threads: int = 1) -> list[dict[str, Any]]:
+    """Gives `task` to a `program` of this benchmark on `size` ranks; returns what each of them tells."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -66,10 +72,16 @@ def run(task: Task, size: int, folder: Path) -> list[dict[str, Any]]:
     ranks, outs = [], [folder / f"out{rank}.json" for rank in range(size)]
     for rank, out in enumerate(outs):
         out.unlink(missing_ok=True)
-        place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": 1}
+        place = {
+            "RANK": rank,
+            "WORLD_SIZE": size,
+            "LOCAL_RANK": rank,
+            "LOCAL_WORLD_SIZE": size,
+            "OMP_NUM_THREADS": threads,
+        }
         environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-        command = [sys.executable, "-m", "benchmarks.ranks.one_rank", str(given), str(out)]
+        command = [sys.executable, "-m", f"benchmarks.ranks.{program}", str(given), str(out)]
         ranks.append(subprocess.Popen(command, env=environment))
     try:
         for process in ranks:
@@ -220,6 +232,33 @@ def publish(folder: Path, *, quick: bool) -> tuple[dict[str, Bar], list[list[str
     return bars, [["publish", f"{int(sum(equal))} of {len(equal)} sizes equal one rank; {speeds}"]]
 
 
+def publish_speed(folder: Path, *, quick: bool) -> tuple[dict[str, Bar | Unmeasured], list[list[str]]]:
+    """Publishes versions of 15 GB from one rank and from two on one card; a small model where there is no card."""
+    has_gpu = torch.cuda.is_available() and not quick
+    bars: dict[str, Bar | Unmeasured] = {}
+    rows, digests = [], []
+    if has_gpu and (free := shutil.disk_usage(folder).free) < DISK_BYTES:
+        told = f"not tried: {folder} has {free / 1e9:.0f} GB of free disk, and {DISK_BYTES / 1e9:.0f} are needed"
+        return {"publish-speed, GB/s": Unmeasured(2.0)}, [["publish-speed", told]]
+    for size, first in ((1, 1), (2, 3)):
+        task = Publishing("7.6b" if has_gpu else "tiny", "cuda:0" if has_gpu else "cpu", str(folder / "v"), first)
+        found = run(task, size, folder, "publishing", threads=max((os.cpu_count() or 1) // size, 1))
+        lead, name = found[0], f"{size} rank{'s' * (size > 1)}"
+        rate = lead["num_bytes"] / (lead["encode_s"] + lead["flush_s"]) / 1e9
+        still_s = max(one["stands_still_s"] for one in found)
+        bars[f"publish-speed, {name}, GB/s"] = at_least(2.0, [rate], quick=False)
+        bars[f"publish-speed, {name}, s of standing still"] = at_most(1.0, [still_s], quick=False)
+        seconds = f"coded in {lead['encode_s']:.2f} s, flushed in {lead['flush_s']:.2f} s, still for {still_s:.2f} s"
+        size_told = f"{lead['num_bytes'] / 1e9:.2f} GB, {lead['density']:.2%} changed"
+        rows.append([f"publish, {name}", f"{size_told}: {rate:.2f} GB/s ({seconds})"])
+        say(rows[-1][1])
+        digests.append(lead["digest"])
+    if not has_gpu:  # a small model says nothing about these targets
+        bars = {name: Unmeasured(bar.target) for name, bar in bars.items()}
+    bars["publish-speed, digests equal"] = at_least(1.0, [float(digests[0] == digests[1])], quick=False)
+    return bars, rows
+
+
 PARTS: dict[str, Callable[..., tuple[dict[str, Any], list[list[str]]]]] = {
     "ranks-exact": exact,
     "ranks-close": close,
@@ -230,6 +269,7 @@ PARTS: dict[str, Callable[..., tuple[dict[str, Any], list[list[str]]]]] = {
     "ranks-speed": speed,
     "fsdp-of-one": of_one,
     "two-on-one": on_one,
+    "publish-speed": publish_speed,
 }
 
 

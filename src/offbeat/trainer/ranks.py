@@ -6,7 +6,8 @@ hour for a batch. Instead a thread of rank 0 exchanges a beat with every other r
 noticed at once, because its connection closes; one that hangs is noticed after `lost_after_s`. Whoever notices says
 which rank it was, and ends the process, since other threads may wait for the lost rank within a collective.
 
-Three groups keep these apart: gloo for beats, gloo for orders and small results, and the device's own for tensors.
+Groups keep these apart: gloo for beats, for orders, for small results, and for the weights of a version, which are
+exchanged while the next step is trained; and the device's own for a pass.
 """
 
 from __future__ import annotations
@@ -110,6 +111,7 @@ class Gang(Ranks):
         self._orders = dist.new_group(backend="gloo", timeout=FOREVER)
         self._small = dist.new_group(backend="gloo", timeout=limit)
         self._beats = dist.new_group(backend="gloo", timeout=FOREVER)
+        self._weights = dist.new_group(backend="gloo", timeout=limit)
 
     def merge(self, items: Sequence[tuple[int, Arrays]]) -> list[tuple[int, Arrays]]:
         return super().merge([item for data in self.gather(_encode(items)) for item in _decode(data)])
@@ -133,6 +135,11 @@ class Gang(Ranks):
         found = [torch.empty_like(here) for _ in range(self.size)] if self.rank == 0 else None
         dist.gather(here, found, dst=0, group=self._small)
         return None if found is None else [one.view(tensor.dtype).view(tensor.shape) for one in found]
+
+    def exchange_weights(self, received: Tensor, sent: Tensor, sizes: list[int], outgoing: list[int]) -> None:
+        """Sends `outgoing` bytes of `sent` to each rank and receives `sizes` bytes from each, in host memory. It may go
+        on while other threads train."""
+        dist.all_to_all_single(received, sent, sizes, outgoing, group=self._weights)
 
     def check_folder(self, folder: Path) -> None:
         """Raises a `UserError` on all ranks if one of them does not share `folder` with rank 0."""
