@@ -241,7 +241,8 @@ def publish_speed(folder: Path, *, quick: bool) -> tuple[dict[str, Bar | Unmeasu
         told = f"not tried: {folder} has {free / 1e9:.0f} GB of free disk, and {DISK_BYTES / 1e9:.0f} are needed"
         return {"publish-speed, GB/s": Unmeasured(2.0)}, [["publish-speed", told]]
     for size, first in ((1, 1), (2, 3)):
-        task = Publishing("7.6b" if has_gpu else "tiny", "cuda:0" if has_gpu else "cpu", str(folder / "v"), first)
+        shape = "7.6b" if has_gpu else "tiny" if quick else "135m"
+        task = Publishing(shape, "cuda:0" if has_gpu else "cpu", str(folder / "v"), first)
         found = run(task, size, folder, "publishing", threads=max((os.cpu_count() or 1) // size, 1))
         lead, name = found[0], f"{size} rank{'s' * (size > 1)}"
         rate = lead["num_bytes"] / (lead["encode_s"] + lead["flush_s"]) / 1e9
