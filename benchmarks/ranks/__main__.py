@@ -8,6 +8,7 @@
 - ranks-publish: two versions from 1, 2 and 3 ranks: equal digests, sizes of the deltas;
 - ranks-balance: share of the ranks' time that is spent on micro-batches: 8 ranks, long-tailed answers of a 7B model;
 - ranks-speed: trained tokens per second of two ranks of one thread over those of one rank of one thread, interleaved;
+- ranks-trl: the same two ranks against TRL's GRPOTrainer with accelerate's FSDP2, on two processes of one thread;
 - fsdp-of-one, two-on-one (need a GPU): FSDP2 on one rank, and two ranks on one card, against the plain policy;
 - publish-speed (needs a GPU, a smaller form does not): versions of a 7.6B model in which one value in a hundred
   changed, from one rank and from two on one card: GB/s until they are durable, seconds that training stands still.
@@ -36,9 +37,11 @@ import torch
 
 from benchmarks import report
 from benchmarks.common.load import Load
-from benchmarks.ranks.one_rank import WITHIN_S, Task, make_model
+from benchmarks.common.trl_environment import trl_python
+from benchmarks.ranks.one_rank import WITHIN_S, Task, make_model, samples_of
 from benchmarks.ranks.publishing import Publishing
 from benchmarks.report import Bar, Unmeasured, at_least, at_most
+from offbeat.model.loading import resolve
 from offbeat.trainer.rounds import balance, cost
 
 say = partial(report.say, "ranks")
@@ -51,6 +54,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 MAX_OTHERS = 0.1
 """Largest share of the cores that other processes may use while speed is measured."""
+TIMES = 5
+"""Repetitions of what is compared in speed."""
+TRL_SAMPLES = (12, 6, 4)
+"""Sizes of TRL's micro-batches to try, in answers per process, of which a step has 12."""
 SPEED = Task(
     last=3, exact=False, width=384, layers=4, vocabulary=2048, groups=6, group_size=4, tokens_per_microbatch=1024
 )
@@ -64,11 +71,15 @@ MEMORY = Task(last=1, exact=False, width=768, layers=12, vocabulary=16384, group
 
 def run(task: Any, size: int, folder: Path, program: str = "one_rank", threads: int = 1) -> list[dict[str, Any]]:
     """Gives `task` to a `program` of this benchmark on `size` ranks; returns what each of them tells."""
+    return _run([sys.executable, "-m", f"benchmarks.ranks.{program}"], asdict(task), size, folder, threads)
+
+
+def _run(program: list[str], task: dict[str, Any], size: int, folder: Path, threads: int) -> list[dict[str, Any]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     given = folder / "task.json"
-    given.write_text(json.dumps(asdict(task)))
+    given.write_text(json.dumps(task))
     ranks, outs = [], [folder / f"out{rank}.json" for rank in range(size)]
     for rank, out in enumerate(outs):
         out.unlink(missing_ok=True)
@@ -81,8 +92,7 @@ def run(task: Any, size: int, folder: Path, program: str = "one_rank", threads: 
         }
         environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-        command = [sys.executable, "-m", f"benchmarks.ranks.{program}", str(given), str(out)]
-        ranks.append(subprocess.Popen(command, env=environment))
+        ranks.append(subprocess.Popen([*program, str(given), str(out)], env=environment))
     try:
         for process in ranks:
             if process.wait(WITHIN_S):
@@ -171,7 +181,7 @@ def balanced(folder: Path, *, quick: bool) -> tuple[dict[str, Bar], list[list[st
 
 def speed(folder: Path, *, quick: bool) -> tuple[dict[str, Bar], list[list[str]]]:
     ratios, load = [], Load()
-    for _ in range(1 if quick else 5):
+    for _ in range(1 if quick else TIMES):
         rates = [_rate(run(SPEED, size, folder)[0]) for size in (1, 2)]
         ratios.append(rates[1] / rates[0])
         say(f"one rank {rates[0]:.0f} tokens/s, two ranks {rates[1]:.0f}")
@@ -181,6 +191,43 @@ def speed(folder: Path, *, quick: bool) -> tuple[dict[str, Bar], list[list[str]]
         bar = replace(bar, holds=None)
     told = f"two ranks {statistics.median(ratios):.2f} times one; others used {others:.0%} of the cores"
     return {"ranks-speed": bar}, [["speed", told]]
+
+
+def beside_trl(folder: Path, *, quick: bool) -> tuple[dict[str, Bar | Unmeasured], list[list[str]]]:
+    """Two ranks of one thread against TRL's GRPOTrainer with accelerate's FSDP2 on two processes of one thread, on the
+    same answers; TRL with the micro-batch that suits it best."""
+    if quick:
+        return {"ranks-trl": Unmeasured(1.5)}, []
+    python = str(trl_python())
+    answers = [samples_of(SPEED, step) for step in range(SPEED.last)]
+    given = {
+        "config": make_model(SPEED).config.to_dict(),
+        "steps": [
+            [{"prompt": one.prompt.tolist(), "response": one.response.tolist(), "reward": one.reward} for one in step]
+            for step in answers
+        ],
+        "scratch": str(folder / "trl"),
+        "group_size": SPEED.group_size,
+        "cap": SPEED.longest,
+        "tokenizer": str(resolve("offbeat-tiny")),
+    }
+    num_tokens = [sum(sample.num_tokens for sample in step) for step in answers][1:]
+    ratios, load = [], Load()
+    for _ in range(TIMES):
+        ours = _rate(run(SPEED, 2, folder)[0])
+        theirs = []
+        for num_samples in TRL_SAMPLES:
+            program = [python, str(Path(__file__).with_name("trl_rank.py"))]
+            told = _run(program, {**given, "samples": num_samples}, 2, folder, 1)[0]
+            theirs.append(max(tokens / seconds for tokens, seconds in zip(num_tokens, told["seconds"], strict=True)))
+        ratios.append(ours / max(theirs))
+        say(f"Offbeat {ours:.0f} tokens/s, TRL {', '.join(f'{rate:.0f}' for rate in theirs)}")
+    others = load.shares()["others_share_of_cores"]
+    bar = at_least(1.5, ratios, quick=False)
+    if others > MAX_OTHERS:
+        bar = replace(bar, holds=None)
+    told_text = f"{statistics.median(ratios):.2f} times TRL with FSDP2; others used {others:.0%} of the cores"
+    return {"ranks-trl": bar}, [["two ranks beside TRL", told_text]]
 
 
 def _rate(told: dict[str, Any]) -> float:
@@ -268,6 +315,7 @@ PARTS: dict[str, Callable[..., tuple[dict[str, Any], list[list[str]]]]] = {
     "ranks-publish": publish,
     "ranks-balance": balanced,
     "ranks-speed": speed,
+    "ranks-trl": beside_trl,
     "fsdp-of-one": of_one,
     "two-on-one": on_one,
     "publish-speed": publish_speed,
