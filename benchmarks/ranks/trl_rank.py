@@ -1,5 +1,6 @@
-"""One rank of TRL's GRPOTrainer, sharded by accelerate with FSDP2, on a CPU: `python trl_rank.py SPEC.json OUT.json`, with
-torchrun's environment variables, in an environment with TRL.
+"""One rank of TRL's GRPOTrainer, sharded by accelerate with FSDP2, on a CPU.
+
+`python trl_rank.py SPEC.json OUT.json`, with torchrun's environment variables, in an environment with TRL.
 
 Answers and rewards are given, a list of them for each step. accelerate shards on
 accelerators alone, though FSDP2 works on a CPU as well; so its state is set to FSDP here, as it sets it on a GPU.
@@ -86,6 +87,7 @@ def main() -> None:
         save_strategy="no",
         logging_strategy="no",
         report_to="none",
+        disable_tqdm=True,
         **({"fsdp": True, "fsdp_config": FSDP} if size > 1 else {}),
     )
     clock = Clock()

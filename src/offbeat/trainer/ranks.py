@@ -13,6 +13,7 @@ exchanged while the next step is trained; and the device's own for a pass.
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import sys
 import threading
@@ -151,10 +152,7 @@ class Gang(Ranks):
         if self.rank == 0:
             proof.unlink(missing_ok=True)
         if problems:
-            raise UserError(
-                f"{folder}: {'; '.join(problems)} cannot see this folder of rank 0; give all ranks a --dir on a disk "
-                "that they share"
-            )
+            raise UserError(_not_shared(folder, problems))
 
     def order(self, kind: str, body: bytes = b"") -> None:
         """Gives an order to all other ranks; only rank 0 calls it. It then has to take part itself."""
@@ -267,21 +265,61 @@ def join_gang(
     return gang
 
 
-TOLD = "told"
+TOLD, READ = "told", "read"
+SEEN_WITHIN_S = 20.0
+"""Longest wait for a file of rank 0, which a network file system may show late."""
 
 
-def tell(store: dist.Store, content: bytes) -> None:
-    """Tells all other ranks what the run is, before they can be connected; only rank 0 calls it."""
-    store.set(TOLD, content.decode())
+def tell(store: dist.Store, size: int, content: bytes, folder: Path, within_s: float) -> None:
+    """Tells all other ranks what the run is, before they can be connected; only rank 0 calls it. `content`, which may
+    hold passwords, goes through a file in `folder`, which all ranks share; the store, which anybody who can connect may
+    read, only holds its name. Raises a `UserError` if a rank cannot see the folder."""
+    note = folder / f".told-{secrets.token_hex(8)}"
+    with open(os.open(note, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+        os.fsync(file.fileno())
+    try:
+        store.set(TOLD, str(note))
+        problems = [_answer_of(store, f"{READ}/{rank}", within_s) for rank in range(1, size)]
+    finally:
+        note.unlink(missing_ok=True)
+    if problems := [f"rank {rank}: {problem}" for rank, problem in enumerate(problems, 1) if problem]:
+        raise UserError(_not_shared(folder, problems))
 
 
-def told(store: dist.Store, within_s: float) -> bytes:
+def told(store: dist.Store, rank: int, within_s: float) -> bytes:
     """Waits for what rank 0 tells, and returns it."""
     try:
         store.wait([TOLD], timedelta(seconds=within_s))
     except RuntimeError as error:
         raise RankLost(f"rank 0 came, but did not say within {within_s:g} s what to train; look at its log") from error
-    return store.get(TOLD)
+    note, until_s = Path(store.get(TOLD).decode()), time.monotonic() + SEEN_WITHIN_S
+    while not note.is_file() and time.monotonic() < until_s:
+        time.sleep(0.05)
+    try:
+        content = note.read_bytes()
+    except OSError as error:
+        store.set(f"{READ}/{rank}", socket.gethostname())
+        raise UserError(_not_shared(note.parent, [f"rank {rank}: {socket.gethostname()}"])) from error
+    store.set(f"{READ}/{rank}", "")
+    return content
+
+
+def _answer_of(store: dist.Store, key: str, within_s: float) -> str:
+    """Waits for a value in the store."""
+    try:
+        store.wait([key], timedelta(seconds=within_s))
+    except RuntimeError as error:
+        rank = key.rpartition("/")[2]
+        raise RankLost(f"rank {rank} came, but has not read what to train within {within_s:g} s") from error
+    return store.get(key).decode()
+
+
+def _not_shared(folder: Path, problems: Sequence[str]) -> str:
+    return (
+        f"{folder}: {'; '.join(problems)} cannot see this folder of rank 0; give all ranks a --dir on a disk that they "
+        "share"
+    )
 
 
 def meet(place: RankPlace, within_s: float) -> dist.Store:

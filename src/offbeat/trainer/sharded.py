@@ -31,6 +31,7 @@ from offbeat.model.loading import state_tensors, stored_weights, tied_names
 from offbeat.model.lora import AdapterDisabled, published_tensors
 from offbeat.model.usage import kind_of
 from offbeat.trainer.compiling import layers_of
+from offbeat.trainer.layer_clock import LayerClock
 from offbeat.trainer.ordered import HostAllGather, HostReduceScatter, OrderedReduceScatter, Round
 from offbeat.trainer.output_head import OutputHead
 from offbeat.trainer.packing import Microbatch
@@ -127,6 +128,7 @@ class ShardedPolicy(Policy):
         self._round = Round()
         self._head_sums: list[Tensor] = []
         shard(model, gang, trains=True, path=path)
+        self.layer_clock = LayerClock(model, gang.device)
         self._comms: list[OrderedReduceScatter] = []
         if exact and gang.size > 1:
             for unit in _units(model):

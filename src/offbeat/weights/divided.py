@@ -25,6 +25,7 @@ from torch import Tensor
 
 from offbeat.errors import DeadlineError
 from offbeat.files import write_atomic
+from offbeat.testing.crash_points import crash_here
 from offbeat.weights.encoding import BaseFile, BaseTensor, Coder, Packing, RawPart
 from offbeat.weights.manifest import Coding, Part, PieceEntry, TensorEntry
 from offbeat.weights.piece_store import PieceStore
@@ -150,6 +151,7 @@ def serve_parts(own: Parts, inbox: Path, rank: int, store: PieceStore | None, is
         with suppress(FileNotFoundError):  # rank 0 has given up and removed the inbox
             request = msgspec.msgpack.decode(asked.read_bytes(), type=_Request)
             answer = _answered(own, request, store)
+            crash_here("parts-coded")
             write_atomic(inbox / f"answer{number}-{rank}", msgspec.msgpack.encode(answer))
         number += 1
 
