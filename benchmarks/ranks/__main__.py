@@ -338,7 +338,7 @@ def main() -> int:
             found, lines = PARTS[name](folder, quick=arguments.quick)
         bars |= found
         rows += lines
-    report.show("ranks", ("part", "result"), rows, bars)
+    report.show("ranks", ("part", "result"), rows, bars, quick=arguments.quick)
     return 0
 
 
