@@ -43,7 +43,7 @@ libc.free.argtypes = [ctypes.c_void_p]
 if sys.argv[1] == "returned" and not return_freed_blocks(4 << 20):
     sys.exit("this libc cannot do it")
 kept = []
-for _ in range(40):
+for _ in range(16):
     block = libc.memalign(64, 20 << 20)
     ctypes.memset(block, 1, 20 << 20)
     kept.append(libc.memalign(64, 1000))
