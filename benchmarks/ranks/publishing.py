@@ -77,6 +77,8 @@ def main(task: Publishing) -> dict[str, Any]:
             _write_divided(publisher, gang, shapes, copied, number, parent, told)
     if gang is not None:
         gang.end()
+    else:
+        shutil.rmtree(publisher.path(task.first + 1))  # version 0 stays, from which several ranks go on
     return told
 
 
