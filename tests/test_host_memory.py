@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 
 from offbeat import host_memory as module
@@ -25,3 +28,32 @@ def test_a_container_without_a_limit_has_the_memory_of_its_machine(tmp_path, mon
     monkeypatch.setattr(module, "CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text("max\n")
     assert host_memory()[1] >= whole
+
+
+def test_a_freed_block_goes_back_to_the_system_once_that_is_asked_for():
+    held = """
+import ctypes, sys
+from pathlib import Path
+from offbeat.host_memory import return_freed_blocks
+
+libc = ctypes.CDLL(None)
+libc.memalign.restype = ctypes.c_void_p
+libc.memalign.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+if sys.argv[1] == "returned" and not return_freed_blocks(4 << 20):
+    sys.exit("this libc cannot do it")
+kept = []
+for _ in range(16):
+    block = libc.memalign(64, 20 << 20)
+    ctypes.memset(block, 1, 20 << 20)
+    kept.append(libc.memalign(64, 1000))
+    libc.free(block)
+print(next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if "VmRSS" in line))
+"""
+    told = [
+        subprocess.run([sys.executable, "-c", held, how], capture_output=True, text=True) for how in ("", "returned")
+    ]
+    if "cannot do it" in told[1].stderr:
+        pytest.skip("this system's malloc is not glibc's")
+    plain, returned = (int(one.stdout) for one in told)
+    assert 2 * returned < plain

@@ -8,7 +8,10 @@
 - ranks-publish: two versions from 1, 2 and 3 ranks: equal digests, sizes of the deltas;
 - ranks-balance: share of the ranks' time that is spent on micro-batches: 8 ranks, long-tailed answers of a 7B model;
 - ranks-speed: trained tokens per second of two ranks of one thread over those of one rank of one thread, interleaved;
-- fsdp-of-one, two-on-one (need a GPU): FSDP2 on one rank, and two ranks on one card, against the plain policy.
+- ranks-trl: the same two ranks against TRL's GRPOTrainer with accelerate's FSDP2, on two processes of one thread;
+- fsdp-of-one, two-on-one (need a GPU): FSDP2 on one rank, and two ranks on one card, against the plain policy;
+- publish-speed (needs a GPU, a smaller form does not): versions of a 7.6B model in which one value in a hundred
+  changed, from one rank and from two on one card: GB/s until they are durable, seconds that training stands still.
 
 Ranks are processes on this machine, on a CPU over gloo. All train random models on random answers.
 """
@@ -18,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import socket
 import statistics
 import subprocess
@@ -33,8 +37,11 @@ import torch
 
 from benchmarks import report
 from benchmarks.common.load import Load
-from benchmarks.ranks.one_rank import WITHIN_S, Task, make_model
+from benchmarks.common.trl_environment import trl_python
+from benchmarks.ranks.one_rank import WITHIN_S, Task, make_model, samples_of
+from benchmarks.ranks.publishing import Publishing
 from benchmarks.report import Bar, Unmeasured, at_least, at_most
+from offbeat.model.loading import resolve
 from offbeat.trainer.rounds import balance, cost
 
 say = partial(report.say, "ranks")
@@ -47,27 +54,45 @@ CASES: dict[str, dict[str, Any]] = {
 }
 MAX_OTHERS = 0.1
 """Largest share of the cores that other processes may use while speed is measured."""
+TIMES = 5
+"""Repetitions of what is compared in speed."""
+TRL_SAMPLES = (12, 6, 4)
+"""Sizes of TRL's micro-batches to try, in answers per process, of which a step has 12."""
 SPEED = Task(
     last=3, exact=False, width=384, layers=4, vocabulary=2048, groups=6, group_size=4, tokens_per_microbatch=1024
 )
+DISK_BYTES = 48 * 10**9
+"""Free disk that publish-speed needs: three versions at a time."""
+COPIES = {"load": 1, "train": 4, "save": 6, "publish": 8}
+"""Copies of a rank's float32 share in each phase: the masters; gradients and two moments; the copies of masters and
+moments that are written while training goes on, which stay; the rows of a version, and the parts that they become."""
 MEMORY = Task(last=1, exact=False, width=768, layers=12, vocabulary=16384, groups=1, tokens_per_microbatch=256)
 
 
-def run(task: Task, size: int, folder: Path) -> list[dict[str, Any]]:
-    """Trains `task` on `size` ranks; returns what each of them tells."""
+def run(task: Any, size: int, folder: Path, program: str = "one_rank", threads: int = 1) -> list[dict[str, Any]]:
+    """Gives `task` to a `program` of this benchmark on `size` ranks; returns what each of them tells."""
+    return _run([sys.executable, "-m", f"benchmarks.ranks.{program}"], asdict(task), size, folder, threads)
+
+
+def _run(program: list[str], task: dict[str, Any], size: int, folder: Path, threads: int) -> list[dict[str, Any]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     given = folder / "task.json"
-    given.write_text(json.dumps(asdict(task)))
+    given.write_text(json.dumps(task))
     ranks, outs = [], [folder / f"out{rank}.json" for rank in range(size)]
     for rank, out in enumerate(outs):
         out.unlink(missing_ok=True)
-        place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": 1}
+        place = {
+            "RANK": rank,
+            "WORLD_SIZE": size,
+            "LOCAL_RANK": rank,
+            "LOCAL_WORLD_SIZE": size,
+            "OMP_NUM_THREADS": threads,
+        }
         environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-        command = [sys.executable, "-m", "benchmarks.ranks.one_rank", str(given), str(out)]
-        ranks.append(subprocess.Popen(command, env=environment))
+        ranks.append(subprocess.Popen([*program, str(given), str(out)], env=environment))
     try:
         for process in ranks:
             if process.wait(WITHIN_S):
@@ -121,12 +146,15 @@ def resize(folder: Path, *, quick: bool) -> tuple[dict[str, Bar], list[list[str]
 
 
 def memory(folder: Path, *, quick: bool) -> tuple[dict[str, Bar], list[list[str]]]:
-    make_model(MEMORY).save_pretrained(folder / "model")
-    task = replace(MEMORY, folder=str(folder / "memory"), path=str(folder / "model"))
+    """Compares the peak of each phase with what a rank had before it loaded the model (torch, its libraries, the
+    gang), its share of what it must hold then, and the largest tensor."""
+    small = replace(MEMORY, layers=4) if quick else MEMORY
+    make_model(small).save_pretrained(folder / "model")
+    task = replace(small, folder=str(folder / "memory"), path=str(folder / "model"), publishes=str(folder / "versions"))
     ranks = run(task, 2, folder)
     largest = 4 * task.vocabulary * task.width
     rows, bars = [], {}
-    for what, copies in (("load", 1), ("train", 4), ("save", 7)):  # masters; gradient and moments; copies in memory
+    for what, copies in COPIES.items():
         over = [
             (one["peak_bytes"][what] - one["peak_bytes"]["start"] - copies * one["held_bytes"] - largest) / 1e6
             for one in ranks
@@ -153,7 +181,7 @@ def balanced(folder: Path, *, quick: bool) -> tuple[dict[str, Bar], list[list[st
 
 def speed(folder: Path, *, quick: bool) -> tuple[dict[str, Bar], list[list[str]]]:
     ratios, load = [], Load()
-    for _ in range(1 if quick else 5):
+    for _ in range(1 if quick else TIMES):
         rates = [_rate(run(SPEED, size, folder)[0]) for size in (1, 2)]
         ratios.append(rates[1] / rates[0])
         say(f"one rank {rates[0]:.0f} tokens/s, two ranks {rates[1]:.0f}")
@@ -163,6 +191,43 @@ def speed(folder: Path, *, quick: bool) -> tuple[dict[str, Bar], list[list[str]]
         bar = replace(bar, holds=None)
     told = f"two ranks {statistics.median(ratios):.2f} times one; others used {others:.0%} of the cores"
     return {"ranks-speed": bar}, [["speed", told]]
+
+
+def beside_trl(folder: Path, *, quick: bool) -> tuple[dict[str, Bar | Unmeasured], list[list[str]]]:
+    """Two ranks of one thread against TRL's GRPOTrainer with accelerate's FSDP2 on two processes of one thread, on the
+    same answers; TRL with the micro-batch that suits it best."""
+    if quick:
+        return {"ranks-trl": Unmeasured(1.5)}, []
+    python = str(trl_python())
+    answers = [samples_of(SPEED, step) for step in range(SPEED.last)]
+    given = {
+        "config": make_model(SPEED).config.to_dict(),
+        "steps": [
+            [{"prompt": one.prompt.tolist(), "response": one.response.tolist(), "reward": one.reward} for one in step]
+            for step in answers
+        ],
+        "scratch": str(folder / "trl"),
+        "group_size": SPEED.group_size,
+        "cap": SPEED.longest,
+        "tokenizer": str(resolve("offbeat-tiny")),
+    }
+    num_tokens = [sum(sample.num_tokens for sample in step) for step in answers][1:]
+    ratios, load = [], Load()
+    for _ in range(TIMES):
+        ours = _rate(run(SPEED, 2, folder)[0])
+        theirs = []
+        for num_samples in TRL_SAMPLES:
+            program = [python, str(Path(__file__).with_name("trl_rank.py"))]
+            told = _run(program, {**given, "samples": num_samples}, 2, folder, 1)[0]
+            theirs.append(max(tokens / seconds for tokens, seconds in zip(num_tokens, told["seconds"], strict=True)))
+        ratios.append(ours / max(theirs))
+        say(f"Offbeat {ours:.0f} tokens/s, TRL {', '.join(f'{rate:.0f}' for rate in theirs)}")
+    others = load.shares()["others_share_of_cores"]
+    bar = at_least(1.5, ratios, quick=False)
+    if others > MAX_OTHERS:
+        bar = replace(bar, holds=None)
+    told_text = f"{statistics.median(ratios):.2f} times TRL with FSDP2; others used {others:.0%} of the cores"
+    return {"ranks-trl": bar}, [["two ranks beside TRL", told_text]]
 
 
 def _rate(told: dict[str, Any]) -> float:
@@ -214,6 +279,34 @@ def publish(folder: Path, *, quick: bool) -> tuple[dict[str, Bar], list[list[str
     return bars, [["publish", f"{int(sum(equal))} of {len(equal)} sizes equal one rank; {speeds}"]]
 
 
+def publish_speed(folder: Path, *, quick: bool) -> tuple[dict[str, Bar | Unmeasured], list[list[str]]]:
+    """Publishes versions of 15 GB from one rank and from two on one card; a small model where there is no card."""
+    has_gpu = torch.cuda.is_available() and not quick
+    bars: dict[str, Bar | Unmeasured] = {}
+    rows, digests = [], []
+    if has_gpu and (free := shutil.disk_usage(folder).free) < DISK_BYTES:
+        told = f"not tried: {folder} has {free / 1e9:.0f} GB of free disk, and {DISK_BYTES / 1e9:.0f} are needed"
+        return {"publish-speed, GB/s": Unmeasured(2.0)}, [["publish-speed", told]]
+    for size, first in ((1, 1), (2, 3)):
+        shape = "7.6b" if has_gpu else "tiny" if quick else "135m"
+        task = Publishing(shape, "cuda:0" if has_gpu else "cpu", str(folder / "v"), first)
+        found = run(task, size, folder, "publishing", threads=max((os.cpu_count() or 1) // size, 1))
+        lead, name = found[0], f"{size} rank{'s' * (size > 1)}"
+        rate = lead["num_bytes"] / (lead["encode_s"] + lead["flush_s"]) / 1e9
+        still_s = max(one["stands_still_s"] for one in found)
+        bars[f"publish-speed, {name}, GB/s"] = at_least(2.0, [rate], quick=False)
+        bars[f"publish-speed, {name}, s of standing still"] = at_most(1.0, [still_s], quick=False)
+        seconds = f"coded in {lead['encode_s']:.2f} s, flushed in {lead['flush_s']:.2f} s, still for {still_s:.2f} s"
+        size_told = f"{lead['num_bytes'] / 1e9:.2f} GB, {lead['density']:.2%} changed"
+        rows.append([f"publish, {name}", f"{size_told}: {rate:.2f} GB/s ({seconds})"])
+        say(rows[-1][1])
+        digests.append(lead["digest"])
+    if not has_gpu:  # a small model says nothing about these targets
+        bars = {name: Unmeasured(bar.target) for name, bar in bars.items()}
+    bars["publish-speed, digests equal"] = at_least(1.0, [float(digests[0] == digests[1])], quick=False)
+    return bars, rows
+
+
 PARTS: dict[str, Callable[..., tuple[dict[str, Any], list[list[str]]]]] = {
     "ranks-exact": exact,
     "ranks-close": close,
@@ -222,8 +315,10 @@ PARTS: dict[str, Callable[..., tuple[dict[str, Any], list[list[str]]]]] = {
     "ranks-publish": publish,
     "ranks-balance": balanced,
     "ranks-speed": speed,
+    "ranks-trl": beside_trl,
     "fsdp-of-one": of_one,
     "two-on-one": on_one,
+    "publish-speed": publish_speed,
 }
 
 
@@ -243,7 +338,7 @@ def main() -> int:
             found, lines = PARTS[name](folder, quick=arguments.quick)
         bars |= found
         rows += lines
-    report.show("ranks", ("part", "result"), rows, bars)
+    report.show("ranks", ("part", "result"), rows, bars, quick=arguments.quick)
     return 0
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 import time
 from dataclasses import dataclass
@@ -77,9 +76,11 @@ def main(task: Task) -> dict[str, Any]:
     gang = _gang(device, task)
     if gang is not None:
         import offbeat.trainer.sharded  # noqa: F401 - which takes memory of its own
+    _forget_peak()
     before = _peak_bytes()
     policy = _policy(task, device, gang)
     loaded = _peak_bytes()
+    _forget_peak()
     settings = StepSettings(
         updates_per_step=task.updates_per_step,
         tokens_per_microbatch=task.tokens_per_microbatch,
@@ -102,9 +103,11 @@ def main(task: Task) -> dict[str, Any]:
         seconds.append(time.perf_counter() - began_s)
         tokens.append(sum(sample.num_tokens for sample in samples))
     trained = _peak_bytes()
+    _forget_peak()
     if task.folder:
         _save(gang, parts, task.last)
     saved = _peak_bytes()
+    _forget_peak()
     versions = _publish(task, gang, parts) if task.publishes else []
     published = dict(policy.published)
     told = {
@@ -254,7 +257,14 @@ def _divided(gang: Gang, parts: tuple[Any, ...], folder: Path) -> DividedTensors
 
 
 def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Returns the largest resident memory of this process since its start, or since `_forget_peak`: all pages, those of
+    libraries and of mapped files, too. (The peak that getrusage tells begins with that of the parent process.)"""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
+
+
+def _forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 if __name__ == "__main__":

@@ -111,7 +111,18 @@ ARCHITECTURES = {
     "share refused of those built": 0.3,
     "tracebacks": 0,
 }
+RANKS_WITH_A_GPU = {"fsdp-of-one, bits": 1.0, "fsdp-of-one, speed": 0.97, "two-on-one": 1.0} | {
+    f"publish-speed, {ranks}, {figure}": target
+    for ranks in ("1 rank", "2 ranks")
+    for figure, target in {"GB/s": 2.0, "s of standing still": 1.0}.items()
+}
+RANKS = {"ranks-exact, full": 1.0, "ranks-close, norm": 1e-6, "ranks-close, repeats equal": 1.0, "ranks-resize": 1.0}
+RANKS |= {f"ranks-memory, {phase}, MB over its share": 300.0 for phase in ("load", "train", "save", "publish")}
+RANKS |= {"ranks-publish, digest": 1.0, "ranks-publish, size of a delta": 0.02, "ranks-balance": 0.93}
+RANKS |= {"ranks-speed": 1.6, "ranks-trl": 1.5, "publish-speed, digests equal": 1.0, **RANKS_WITH_A_GPU}
+BARS |= {"ranks": RANKS}
 DECIDES_NOTHING = {
+    "ranks": ["ranks-trl", *RANKS_WITH_A_GPU],
     "architectures": ["architectures attempted", "share refused of those built"],
     "partial": list(PARTIAL),
     "partial_learning": list(LEARNING),

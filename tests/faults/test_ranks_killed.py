@@ -10,15 +10,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from random import Random
 
 import pytest
 from supervised_runs import TINY, check_whole, final_digest
 
 WITHIN_S = 280.0
 EXACT = (*TINY, "--run.exact", "--rollout.workers=1", "--batch.tokens-per-microbatch=64", "--checkpoint.every=1")
+RANDOM_STEPS = 20
 POINTS = (
     "reconciled!exit,batch-claimed,order-given:2!stop,version-written",
-    "order-received:3,version-committed!exit,snapshot-taken:2!stop",
+    "order-received:3,parts-coded!stop,version-committed!exit,snapshot-taken:2!stop",
     "rows-written!stop,checkpoint-drafted,checkpoint-saved!exit,order-received:7!exit",
 )
 """Crash points of one run each: some of rank 0, some of another rank, some of whichever passes first."""
@@ -49,6 +51,53 @@ def test_a_gang_that_dies_at_many_points_ends_in_the_weights_of_one_rank(tmp_pat
     killed = run(tmp_path / "killed", *more, "--trainer.ranks=2", crash_at=points)
     check_whole(killed, 3)
     assert final_digest(killed) == final_digest(alone)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> str:
+    return final_digest(run(tmp_path_factory.mktemp("undisturbed") / "alone", f"--run.steps={RANDOM_STEPS}"))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_gang_that_dies_at_random_moments_ends_in_the_weights_of_one_rank(tmp_path, undisturbed, seed):
+    """Five deaths a run: now rank 0, now rank 1, killed or frozen, from their start to the end of the run."""
+    random, path = Random(seed), tmp_path / "a"
+    words = command(tmp_path, f"--run.steps={RANDOM_STEPS}", "--trainer.ranks=2", "--trainer.lost-after-s=4")
+    words.append("--trainer.start-within-s=40")
+    with (tmp_path / "out.log").open("wb") as log:
+        process = subprocess.Popen(words, stdout=log, stderr=log)
+    num_deaths = 0
+    try:
+        while num_deaths < 5 and process.poll() is None:
+            gangs = num_deaths + 1
+            until(lambda: process.poll() is not None or len(started(path)) >= 2 * gangs, 100.0)  # noqa: B023
+            time.sleep(random.uniform(0.0, 12.0))
+            if alive := [pid for pid in started(path)[-2:] if is_running(pid)]:
+                os.kill(random.choice(alive), random.choice((signal.SIGKILL, signal.SIGSTOP)))
+                num_deaths += 1
+        assert process.wait(WITHIN_S) == 0, (tmp_path / "out.log").read_text()
+    finally:
+        process.kill()
+        process.wait()
+    assert num_deaths == 5, "the run ended before"
+    check_whole(path, RANDOM_STEPS)
+    assert final_digest(path) == undisturbed
+
+
+def started(path: Path) -> list[int]:
+    """Process ids of all ranks of all gangs so far, in the order of their start."""
+    file = path / "logs" / "supervisor.jsonl"
+    rows = map(json.loads, file.read_text().splitlines()) if file.is_file() else ()
+    return [row["pid"] for row in rows if row["event"] == "started" and row["process"].startswith("trainer")]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZT"
+    except FileNotFoundError:
+        return False
 
 
 @pytest.mark.full

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from gangs import Started, environment_of, free_port, run_gang
 
 from offbeat.errors import UserError
-from offbeat.trainer.ranks import LOST, RankLost, RankPlace, meet
+from offbeat.trainer import ranks
+from offbeat.trainer.ranks import LOST, RankLost, RankPlace, meet, tell, told
 
 
 def tell_each_other(gang):
@@ -25,8 +28,8 @@ def tell_each_other(gang):
 
 
 def test_every_rank_learns_what_all_ranks_say():
-    for told, merged, problems in run_gang(3, tell_each_other):
-        assert told == [b"", b"rank 1", b"rank 2rank 2"]
+    for heard, merged, problems in run_gang(3, tell_each_other):
+        assert heard == [b"", b"rank 1", b"rank 2rank 2"]
         assert merged == [(i, i) for i in range(5)]
         assert problems == ["rank 1: is ill"]
 
@@ -98,3 +101,43 @@ def test_a_place_is_read_from_torchruns_environment():
         RankPlace.of({"WORLD_SIZE": "4", "MASTER_ADDR": "a"})
     with pytest.raises(UserError, match="RANK = 4: must be 0 to 3"):
         RankPlace.of({**told, "RANK": "4"})
+
+
+PASSWORD = b'{"store": "s3://user:pass@host"}'
+
+
+def test_what_rank_0_tells_goes_through_the_shared_folder_and_not_through_the_open_store(tmp_path):
+    store, heard = dist.HashStore(), list[bytes]()
+    reader = threading.Thread(target=lambda: heard.append(told(store, 1, 20.0)))
+    reader.start()
+    tell(store, 2, PASSWORD, tmp_path, 20.0)
+    reader.join(20.0)
+    assert heard == [PASSWORD]
+    assert b"pass" not in store.get("told")
+    assert list(tmp_path.iterdir()) == [], "the file is removed once all have read it"
+
+
+def test_a_rank_that_does_not_share_the_folder_is_named_on_both_sides(tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks, "SEEN_WITHIN_S", 0.1)
+    store, found = dist.HashStore(), list[str]()
+
+    class Elsewhere:
+        """The store as a rank sees it whose disk lacks rank 0's folder."""
+
+        def get(self, key):
+            return store.get(key).replace(str(tmp_path).encode(), str(tmp_path / "elsewhere").encode())
+
+        def __getattr__(self, name):
+            return getattr(store, name)
+
+    def read():
+        with pytest.raises(UserError, match="cannot see this folder"):
+            told(Elsewhere(), 1, 20.0)
+        found.append("refused")
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with pytest.raises(UserError, match=r"rank 1: .*cannot see this folder of rank 0; give all ranks a --dir"):
+        tell(store, 2, PASSWORD, tmp_path, 20.0)
+    reader.join(20.0)
+    assert found == ["refused"]

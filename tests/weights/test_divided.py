@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from offbeat.errors import OffbeatError
-from offbeat.weights.divided import DividedTensors, like, owner_of, parts_of, serve_parts
+from offbeat.weights.divided import DividedTensors, Parts, like, owner_of, parts_of, serve_parts
 from offbeat.weights.manifest import Anchoring, Kind, Manifest
 from offbeat.weights.piece_store import FolderStore
 from offbeat.weights.publish import Publisher
@@ -46,7 +46,7 @@ class Ranks:
         inbox = self.folder / f".ranks-{number}"
         inbox.mkdir(parents=True)
         own = [
-            {key: part for key, part in parts.items() if owner_of(key, self.num_ranks) == rank}
+            Parts(iter(sorted((key, part) for key, part in parts.items() if owner_of(key, self.num_ranks) == rank)))
             for rank in range(self.num_ranks)
         ]
         for rank in range(1, self.num_ranks):

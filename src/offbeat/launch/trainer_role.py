@@ -139,7 +139,7 @@ def follow_rank_0(place: RankPlace, overrides: Sequence[str]) -> None:
         signal.signal(number, signal.SIG_IGN)  # rank 0 decides when all of them end
     within_s = load(None, overrides).trainer.start_within_s
     store = meet(place, within_s)
-    run = json.loads(told(store, within_s))
+    run = json.loads(told(store, place.rank, within_s))
     config = from_dict(run["config"])
     gang = _join_gang(place, store, config)
     folder = Path(run["folder"])
@@ -156,7 +156,7 @@ def _gather_gang(place: RankPlace, config: Config, folder: Path, home: Path, *, 
 
     store = meet(place, config.trainer.start_within_s)
     told = {"config": resolved(config), "folder": str(folder), "home": str(home), "is_away": is_away}
-    tell(store, json.dumps(told).encode())
+    tell(store, place.size, json.dumps(told).encode(), folder, config.trainer.start_within_s)
     gang = _join_gang(place, store, config)
     gang.check_folder(folder)
     return gang

@@ -36,6 +36,7 @@ POINTS: dict[str, tuple[str, ...]] = {
     "rank": (
         "order-given",  # to the other ranks, rank 0 has not begun it
         "order-received",  # by another rank, which has not begun it
+        "parts-coded",  # of a version, by another rank; rank 0 not yet answered
         "rows-written",  # of a checkpoint, by any rank; not yet noted
     ),
     "worker": (

@@ -17,6 +17,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from offbeat.trainer.checkpoint import (
     random_states,
     restore_random,
 )
+from offbeat.trainer.layer_clock import SlowRanks
 from offbeat.trainer.ranks import Gang, RankLost
 from offbeat.trainer.rounds import agreed, is_agreed
 from offbeat.trainer.sharded import ShardedPolicy
@@ -66,6 +68,18 @@ class Rank(OneRank):
         """Seconds that each rank took to train the latest step."""
         self._writing: threading.Thread | None = None
         self._is_serving = threading.Event()
+        self._slow = SlowRanks()
+
+    def train(self, batch: Batch, lr: float, weights_of: Callable[[int], Path | None]) -> StepMetrics:
+        self.policy.layer_clock.take()
+        metrics = super().train(batch, lr, weights_of)
+        told = self.gang.gather(msgspec.msgpack.encode(self.policy.layer_clock.take()))
+        passes = [msgspec.msgpack.decode(data, type=tuple[float, int]) for data in told]
+        for rank, times in self._slow.find(passes):
+            if self.gang.rank == 0:
+                where = self.gang.hosts[rank]
+                log.warning("rank %d (%s) is %.1f times slower than the others, which wait for it", rank, where, times)
+        return replace(metrics, rank_s=tuple(seconds for seconds, _ in passes))
 
     def train(self, batch: Batch, lr: float, weights_of: Callable[[int], Path | None]) -> StepMetrics:
         start_s = time.monotonic()

@@ -6,12 +6,14 @@ hour for a batch. Instead a thread of rank 0 exchanges a beat with every other r
 noticed at once, because its connection closes; one that hangs is noticed after `lost_after_s`. Whoever notices says
 which rank it was, and ends the process, since other threads may wait for the lost rank within a collective.
 
-Three groups keep these apart: gloo for beats, gloo for orders and small results, and the device's own for tensors.
+Groups keep these apart: gloo for beats, for orders, for small results, and for the weights of a version, which are
+exchanged while the next step is trained; and the device's own for a pass.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import sys
 import threading
@@ -28,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offbeat.errors import OffbeatError, UserError
+from offbeat.host_memory import return_freed_blocks
 from offbeat.trainer.rounds import Arrays, Ranks
 from offbeat.trajectory import array_from_wire, array_to_wire
 
@@ -40,6 +43,9 @@ BEATS_PER_LIMIT = 4
 """Number of beats within `lost_after_s`."""
 FOLLOWER_PATIENCE = 2.0
 """A follower gives rank 0 this multiple of `lost_after_s`, so that rank 0 finds and names a lost rank first."""
+RETURNED_BYTES = 4 << 20
+"""Size from which on freed memory of ranks on a CPU goes back to the system: smaller than a layer that ranks gather,
+larger than most of what a pass computes, since mapping memory anew takes time."""
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Joins equally long tensors of all ranks; torch renamed it in 2.13."""
 
@@ -106,6 +112,7 @@ class Gang(Ranks):
         self._orders = dist.new_group(backend="gloo", timeout=FOREVER)
         self._small = dist.new_group(backend="gloo", timeout=limit)
         self._beats = dist.new_group(backend="gloo", timeout=FOREVER)
+        self._weights = dist.new_group(backend="gloo", timeout=limit)
 
     def merge(self, items: Sequence[tuple[int, Arrays]]) -> list[tuple[int, Arrays]]:
         return super().merge([item for data in self.gather(_encode(items)) for item in _decode(data)])
@@ -130,6 +137,11 @@ class Gang(Ranks):
         dist.gather(here, found, dst=0, group=self._small)
         return None if found is None else [one.view(tensor.dtype).view(tensor.shape) for one in found]
 
+    def exchange_weights(self, received: Tensor, sent: Tensor, sizes: list[int], outgoing: list[int]) -> None:
+        """Sends `outgoing` bytes of `sent` to each rank and receives `sizes` bytes from each, in host memory. It may go
+        on while other threads train."""
+        dist.all_to_all_single(received, sent, sizes, outgoing, group=self._weights)
+
     def check_folder(self, folder: Path) -> None:
         """Raises a `UserError` on all ranks if one of them does not share `folder` with rank 0."""
         proof = folder / f".seen-by-all-ranks-{self.place.port}-{self.place.restart}"
@@ -140,10 +152,7 @@ class Gang(Ranks):
         if self.rank == 0:
             proof.unlink(missing_ok=True)
         if problems:
-            raise UserError(
-                f"{folder}: {'; '.join(problems)} cannot see this folder of rank 0; give all ranks a --dir on a disk "
-                "that they share"
-            )
+            raise UserError(_not_shared(folder, problems))
 
     def order(self, kind: str, body: bytes = b"") -> None:
         """Gives an order to all other ranks; only rank 0 calls it. It then has to take part itself."""
@@ -242,6 +251,8 @@ def join_gang(
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.init()  # otherwise a DeviceMesh would choose a GPU by LOCAL_RANK
+    else:
+        return_freed_blocks(RETURNED_BYTES)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" and not via_host else "gloo",
         store=store,
@@ -254,21 +265,61 @@ def join_gang(
     return gang
 
 
-TOLD = "told"
+TOLD, READ = "told", "read"
+SEEN_WITHIN_S = 20.0
+"""Longest wait for a file of rank 0, which a network file system may show late."""
 
 
-def tell(store: dist.Store, content: bytes) -> None:
-    """Tells all other ranks what the run is, before they can be connected; only rank 0 calls it."""
-    store.set(TOLD, content.decode())
+def tell(store: dist.Store, size: int, content: bytes, folder: Path, within_s: float) -> None:
+    """Tells all other ranks what the run is, before they can be connected; only rank 0 calls it. `content`, which may
+    hold passwords, goes through a file in `folder`, which all ranks share; the store, which anybody who can connect may
+    read, only holds its name. Raises a `UserError` if a rank cannot see the folder."""
+    note = folder / f".told-{secrets.token_hex(8)}"
+    with open(os.open(note, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+        os.fsync(file.fileno())
+    try:
+        store.set(TOLD, str(note))
+        problems = [_answer_of(store, f"{READ}/{rank}", within_s) for rank in range(1, size)]
+    finally:
+        note.unlink(missing_ok=True)
+    if problems := [f"rank {rank}: {problem}" for rank, problem in enumerate(problems, 1) if problem]:
+        raise UserError(_not_shared(folder, problems))
 
 
-def told(store: dist.Store, within_s: float) -> bytes:
+def told(store: dist.Store, rank: int, within_s: float) -> bytes:
     """Waits for what rank 0 tells, and returns it."""
     try:
         store.wait([TOLD], timedelta(seconds=within_s))
     except RuntimeError as error:
         raise RankLost(f"rank 0 came, but did not say within {within_s:g} s what to train; look at its log") from error
-    return store.get(TOLD)
+    note, until_s = Path(store.get(TOLD).decode()), time.monotonic() + SEEN_WITHIN_S
+    while not note.is_file() and time.monotonic() < until_s:
+        time.sleep(0.05)
+    try:
+        content = note.read_bytes()
+    except OSError as error:
+        store.set(f"{READ}/{rank}", socket.gethostname())
+        raise UserError(_not_shared(note.parent, [f"rank {rank}: {socket.gethostname()}"])) from error
+    store.set(f"{READ}/{rank}", "")
+    return content
+
+
+def _answer_of(store: dist.Store, key: str, within_s: float) -> str:
+    """Waits for a value in the store."""
+    try:
+        store.wait([key], timedelta(seconds=within_s))
+    except RuntimeError as error:
+        rank = key.rpartition("/")[2]
+        raise RankLost(f"rank {rank} came, but has not read what to train within {within_s:g} s") from error
+    return store.get(key).decode()
+
+
+def _not_shared(folder: Path, problems: Sequence[str]) -> str:
+    return (
+        f"{folder}: {'; '.join(problems)} cannot see this folder of rank 0; give all ranks a --dir on a disk that they "
+        "share"
+    )
 
 
 def meet(place: RankPlace, within_s: float) -> dist.Store:

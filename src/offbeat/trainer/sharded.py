@@ -11,15 +11,14 @@ ranks (`offbeat.trainer.ordered`). The value head is small: every rank has all o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,31 +31,17 @@ from offbeat.model.loading import state_tensors, stored_weights, tied_names
 from offbeat.model.lora import AdapterDisabled, published_tensors
 from offbeat.model.usage import kind_of
 from offbeat.trainer.compiling import layers_of
+from offbeat.trainer.layer_clock import LayerClock
 from offbeat.trainer.ordered import HostAllGather, HostReduceScatter, OrderedReduceScatter, Round
 from offbeat.trainer.output_head import OutputHead
 from offbeat.trainer.packing import Microbatch
 from offbeat.trainer.policy import AdamSettings, Forward, LossFunction, Policy
 from offbeat.trainer.ranks import Gang
 from offbeat.trainer.rounds import Ranks
-from offbeat.weights.divided import Key, like, owner_of, parts_of
-
-BUCKET_BYTES = 512 * 2**20
-"""Bytes of tensors, over all ranks, that are exchanged at a time when a version is published."""
-
-
-class RowRange(NamedTuple):
-    """The rows of a tensor that one rank holds: `num` rows from `start`, of `total` rows."""
-
-    start: int
-    num: int
-    total: int
-
-
-def rows_of(total: int, rank: int, num_ranks: int) -> RowRange:
-    """Returns the rows of a tensor with `total` rows that a rank holds, as FSDP2 divides them."""
-    each = -(-total // num_ranks)
-    start = min(rank * each, total)
-    return RowRange(start, min(each, total - start), total)
+from offbeat.trainer.version_parts import RowRange, RowsOfVersion, rows_of
+from offbeat.weights.divided import Parts, like
+from offbeat.weights.safetensor_file import file_layout, read_at
+from offbeat.weights.version import DTYPES
 
 
 def shard(model: PreTrainedModel, gang: Gang, *, trains: bool, path: str | None = None) -> None:
@@ -99,19 +84,23 @@ def shard(model: PreTrainedModel, gang: Gang, *, trains: bool, path: str | None 
 
 @torch.no_grad()
 def _read_rows(model: PreTrainedModel, gang: Gang, path: str, dtype: torch.dtype) -> None:
-    """Reads this rank's rows of all weights, rounded to `dtype`."""
+    """Reads this rank's rows of all weights, rounded to `dtype`, without mapping the files: mapped pages would count as
+    memory of this process."""
     files = stored_weights(path)
     own = state_tensors(model)
     with ExitStack() as opened:
-        stores = {file: opened.enter_context(safe_open(file, framework="pt")) for file in sorted(set(files.values()))}
+        stores = {file: opened.enter_context(open(file, "rb")) for file in sorted(set(files.values()))}
+        places = {file: file_layout(store) for file, store in stores.items()}
         for names in tied_names(model):
             stored_as = next(name for name in names if name in files)
-            tensor, stored = own[names[0]], stores[files[stored_as]]
-            if isinstance(tensor, DTensor):
-                rows = rows_of(tensor.shape[0], gang.rank, gang.size)
-                tensor.to_local().copy_(stored.get_slice(stored_as)[rows.start : rows.start + rows.num].to(dtype))
-            else:
-                tensor.copy_(stored.get_tensor(stored_as))
+            file = files[stored_as]
+            tensor, place = own[names[0]], places[file][stored_as]
+            total = place.shape[0]
+            rows = rows_of(total, gang.rank, gang.size) if isinstance(tensor, DTensor) else RowRange(0, total, total)
+            row_bytes = (place.stop - place.start) // max(total, 1)
+            data = read_at(stores[file], place.start + rows.start * row_bytes, rows.num * row_bytes)
+            found = torch.from_numpy(data).view(getattr(torch, DTYPES[place.dtype]))
+            _local(tensor).copy_(found.view(rows.num, *place.shape[1:]).to(dtype))
 
 
 class ShardedPolicy(Policy):
@@ -135,9 +124,11 @@ class ShardedPolicy(Policy):
         other parameters are those of `Policy`."""
         self.gang = gang
         self._dtypes = {name: (tensor.dtype, tensor.shape) for name, tensor in published_tensors(model).items()}
+        self._next_version = RowsOfVersion(gang)
         self._round = Round()
         self._head_sums: list[Tensor] = []
         shard(model, gang, trains=True, path=path)
+        self.layer_clock = LayerClock(model, gang.device)
         self._comms: list[OrderedReduceScatter] = []
         if exact and gang.size > 1:
             for unit in _units(model):
@@ -173,26 +164,12 @@ class ShardedPolicy(Policy):
         the other ranks."""
         return dict(self._gathered(published_tensors(self.model)))
 
-    @torch.no_grad()
-    def own_parts(self) -> tuple[dict[str, Tensor], dict[Key, Tensor]]:
-        """Returns the tensors that make up a version, without memory, and those of their parts that belong to this rank
-        (`offbeat.weights.divided`), as raw bytes in host memory; every rank must call this. Rows are exchanged a
-        bucket at a time."""
-        shapes, own = {}, dict[Key, Tensor]()
-        exchange = _Exchange(self.gang, own)
-        for name, tensor in published_tensors(self.model).items():
-            dtype, shape = self._dtypes[name]
-            shapes[name] = like(shape, dtype)
-            held = _local(tensor).to(dtype).contiguous().reshape(-1).view(torch.uint8)
-            row_bytes = shapes[name].nbytes // max(shape[0], 1) if len(shape) else shapes[name].nbytes
-            if isinstance(tensor, DTensor):
-                ranges = [rows_of(shape[0], rank, self.gang.size) for rank in range(self.gang.size)]
-                bounds = [(each.start * row_bytes, (each.start + each.num) * row_bytes) for each in ranges]
-            else:  # all ranks have it; rank 0 gives it
-                bounds = [(0, shapes[name].nbytes), *[(0, 0)] * (self.gang.size - 1)]
-            exchange.add(name, held, bounds, shapes[name].nbytes)
-        exchange.run()
-        return shapes, own
+    def own_parts(self) -> tuple[dict[str, Tensor], Parts]:
+        """Returns the tensors that make up a version, without memory, and those of their parts that belong to this
+        rank; every rank must call this. See `RowsOfVersion.take`."""
+        shapes = {name: like(shape, dtype) for name, (dtype, shape) in self._dtypes.items()}
+        dtypes = {name: dtype for name, (dtype, _) in self._dtypes.items()}
+        return shapes, self._next_version.take(published_tensors(self.model), dtypes)
 
     @torch.no_grad()
     def _gathered(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -351,56 +328,6 @@ class ShardedPolicy(Policy):
             return stored.get_tensor(name)
         rows = rows_of(tensor.shape[0], self.gang.rank, self.gang.size)
         return stored.get_slice(name)[rows.start : rows.start + rows.num]
-
-
-class _Exchange:
-    """Brings the parts of tensors to the ranks to which they belong, out of the rows that all ranks hold."""
-
-    def __init__(self, gang: Gang, own: dict[Key, Tensor]):
-        self.gang, self.own = gang, own
-        self._sent: list[list[Tensor]] = [[] for _ in range(gang.size)]
-        self._expected: list[list[tuple[Tensor, int, int]]] = [[] for _ in range(gang.size)]
-        """From each rank: where its next bytes go, as a part, and the range within the part."""
-        self._num_bytes = 0
-
-    def add(self, name: str, held: Tensor, bounds: Sequence[tuple[int, int]], num_bytes: int) -> None:
-        """Adds a tensor of `num_bytes`, of which each rank holds the range of bytes in `bounds`, and this rank
-        `held`."""
-        first, last = bounds[self.gang.rank]
-        for position, start, stop in parts_of(num_bytes):
-            owner = owner_of((name, position), self.gang.size)
-            low, high = max(first, start), min(last, stop)
-            if low < high:
-                self._sent[owner].append(held[low - first : high - first])
-            if owner == self.gang.rank:
-                part = self.own[name, position] = torch.empty(stop - start, dtype=torch.uint8)
-                for rank, (begin, end) in enumerate(bounds):
-                    if max(begin, start) < min(end, stop):
-                        place = max(begin, start) - start, min(end, stop) - start
-                        self._expected[rank].append((part, *place))
-            self._num_bytes += stop - start
-        if self._num_bytes >= BUCKET_BYTES:
-            self.run()
-
-    def run(self) -> None:
-        """Exchanges what was added, with all ranks."""
-        device = torch.device("cpu") if self.gang.via_host else self.gang.device
-        sent = [
-            torch.cat(parts).to(device) if parts else torch.empty(0, dtype=torch.uint8, device=device)
-            for parts in self._sent
-        ]
-        sizes = [sum(stop - start for _, start, stop in expected) for expected in self._expected]
-        received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        outgoing = [len(one) for one in sent]
-        dist.all_to_all_single(received, torch.cat(sent), sizes, outgoing, group=self.gang.data)
-        at, found = 0, received.cpu()
-        for expected in self._expected:
-            for part, start, stop in expected:
-                part[start:stop] = found[at : at + stop - start]
-                at += stop - start
-        self._sent = [[] for _ in range(self.gang.size)]
-        self._expected = [[] for _ in range(self.gang.size)]
-        self._num_bytes = 0
 
 
 def _units(model: nn.Module) -> list[FSDPModule]:

@@ -33,11 +33,14 @@ class Snapshot:
         self._has_warned = False
 
     @torch.no_grad()
-    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """Copies `tensors` to host memory and returns the copies, which are valid until the next call. If the host's
-        memory is too small, returns None, and logs a warning the first time."""
+    def take(
+        self, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype] | None = None
+    ) -> dict[str, Tensor] | None:
+        """Copies `tensors` to host memory, in `dtypes` (None: their own), and returns the copies, which are valid until
+        the next call. If the host's memory is too small, returns None, and logs a warning the first time."""
+        wanted = {name: tensor.dtype for name, tensor in tensors.items()} if dtypes is None else dtypes
         missing = [name for name in tensors if name not in self._held]
-        num_bytes = sum(tensors[name].nbytes for name in missing)
+        num_bytes = sum(tensors[name].numel() * wanted[name].itemsize for name in missing)
         if missing and not fits(num_bytes, host_memory()[0]):
             if not self._has_warned:
                 log.warning(
@@ -48,9 +51,9 @@ class Snapshot:
             self._has_warned = True
             return None
         for name in missing:
-            self._held[name] = _host_memory_for(tensors[name])
-        for name, tensor in tensors.items():
-            self._held[name].copy_(tensor, non_blocking=tensor.is_cuda)
+            self._held[name] = _host_memory_for(tensors[name], wanted[name])
+        for name, tensor in tensors.items():  # rounded where the tensor is, which moves fewer bytes
+            self._held[name].copy_(tensor.to(wanted[name]), non_blocking=tensor.is_cuda)
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()  # the whole device cannot be waited for while an engine records
         return {name: self._held[name] for name in tensors}
@@ -61,10 +64,10 @@ def fits(num_bytes: int, num_free_bytes: int) -> bool:
     return num_bytes <= SAFE_SHARE * num_free_bytes
 
 
-def _host_memory_for(tensor: Tensor) -> Tensor:
-    if tensor.is_cuda and tensor.nbytes >= MIN_PINNED_BYTES:
+def _host_memory_for(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if tensor.is_cuda and tensor.numel() * dtype.itemsize >= MIN_PINNED_BYTES:
         try:
-            return pinned_zeros(tensor, tensor.dtype)
+            return pinned_zeros(tensor, dtype)
         except MemoryError as error:  # a limit on locked memory: copying is slower then
             log.info("a copy of a tensor is not pinned, so copying is slower: %s", error)
-    return torch.zeros(tensor.shape, dtype=tensor.dtype)  # new memory, which many threads fill faster than one copy
+    return torch.zeros(tensor.shape, dtype=dtype)  # new memory, which many threads fill faster than one copy

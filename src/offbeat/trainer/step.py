@@ -161,15 +161,18 @@ class StepMetrics:
     compared: tuple[SegmentFinding, ...] = ()
     """Results of the audit, one for each segment with a compared token."""
     by_staleness: dict[str, StalenessMetrics] = field(default_factory=dict)
+    rank_s: tuple[float, ...] = ()
+    """Seconds of each rank's forward passes within layers, without waits for other ranks; empty for one rank."""
 
     def row(self) -> dict[str, float]:
         """Returns the metrics by name as one flat row of numbers, without `value_loss` if there is no value head."""
         row = {**asdict(self), "left_out": len(self.left_out)}
         row["compared_tokens"] = sum(segment.num_tokens for segment in self.compared)
         row["off_tokens"] = sum(segment.num_off for segment in self.compared)
-        del row["by_staleness"], row["compared"]
+        del row["by_staleness"], row["compared"], row["rank_s"]
         if self.value_loss is None:
             del row["value_loss"]
+        row |= {f"rank_s/{rank}": seconds for rank, seconds in enumerate(self.rank_s)}
         for name, bucket in self.by_staleness.items():
             row |= {f"{metric}/staleness_{name}": value for metric, value in asdict(bucket).items()}
         return row

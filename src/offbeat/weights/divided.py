@@ -25,6 +25,7 @@ from torch import Tensor
 
 from offbeat.errors import DeadlineError
 from offbeat.files import write_atomic
+from offbeat.testing.crash_points import crash_here
 from offbeat.weights.encoding import BaseFile, BaseTensor, Coder, Packing, RawPart
 from offbeat.weights.manifest import Coding, Part, PieceEntry, TensorEntry
 from offbeat.weights.piece_store import PieceStore
@@ -72,13 +73,29 @@ class _Answer(msgspec.Struct):
     problem: str = ""
 
 
+class Parts:
+    """One rank's parts of a version as raw bytes in host memory, sorted by name and position. They may still be on
+    their way from other ranks, and arrive as they are read."""
+
+    def __init__(self, arriving: Iterator[tuple[Key, Tensor]]):
+        self._arriving, self._here = arriving, list[tuple[Key, Tensor]]()
+
+    def __iter__(self) -> Iterator[tuple[Key, Tensor]]:
+        yield from self._here
+        for found in self._arriving:
+            self._here.append(found)
+            yield found
+
+    def finish(self) -> None:
+        """Waits until all parts are here: other ranks may wait for what this one gives."""
+        deque(self, maxlen=0)
+
+
 class DividedTensors(dict[str, Tensor]):
     """A version's tensors on rank 0: types and shapes of all, as tensors without memory, and rank 0's own parts."""
 
-    def __init__(
-        self, like: Mapping[str, Tensor], own: Mapping[Key, Tensor], inbox: Path, num_ranks: int, within_s: float
-    ):
-        """`own` are rank 0's parts as raw bytes. The other ranks look for requests in `inbox`; each answers within
+    def __init__(self, like: Mapping[str, Tensor], own: Parts, inbox: Path, num_ranks: int, within_s: float):
+        """`own` are rank 0's parts. The other ranks look for requests in `inbox`; each answers within
         `within_s` seconds."""
         super().__init__(like)
         self.own, self.inbox, self.num_ranks, self.within_s = own, inbox, num_ranks, within_s
@@ -123,9 +140,7 @@ class DividedTensors(dict[str, Tensor]):
         shutil.rmtree(self.inbox, ignore_errors=True)
 
 
-def serve_parts(
-    own: Mapping[Key, Tensor], inbox: Path, rank: int, store: PieceStore | None, is_over: Callable[[], bool]
-) -> None:
+def serve_parts(own: Parts, inbox: Path, rank: int, store: PieceStore | None, is_over: Callable[[], bool]) -> None:
     """Answers the requests for this rank's parts until rank 0 removes the inbox, or `is_over` returns True."""
     number = 0
     while inbox.is_dir() and not is_over():
@@ -136,22 +151,24 @@ def serve_parts(
         with suppress(FileNotFoundError):  # rank 0 has given up and removed the inbox
             request = msgspec.msgpack.decode(asked.read_bytes(), type=_Request)
             answer = _answered(own, request, store)
+            crash_here("parts-coded")
             write_atomic(inbox / f"answer{number}-{rank}", msgspec.msgpack.encode(answer))
         number += 1
 
 
-def _answered(own: Mapping[Key, Tensor], request: _Request, store: PieceStore | None) -> _Answer:
+def _answered(own: Parts, request: _Request, store: PieceStore | None) -> _Answer:
     try:
         return _code(own, request, store)
     except Exception as error:  # noqa: BLE001 - rank 0 raises it
         return _Answer(problem=" ".join(str(error).split()) or type(error).__name__)
 
 
-def _code(own: Mapping[Key, Tensor], request: _Request, store: PieceStore | None) -> _Answer:
+def _code(own: Parts, request: _Request, store: PieceStore | None) -> _Answer:
     places = {name: Stored(*place) for name, place in request.places.items()}
-    keys = sorted(own)
+    keys: list[Key] = []
     packing = Packing()
     with ExitStack() as files:
+        files.callback(own.finish)
         olds: dict[str, BaseTensor] = {}
         if request.base_file is not None:
             old = files.enter_context(open(request.base_file, "rb"))
@@ -160,18 +177,14 @@ def _code(own: Mapping[Key, Tensor], request: _Request, store: PieceStore | None
                 if (place := places.get(entry.name)) and (place.dtype, place.shape) == (entry.dtype, entry.shape):
                     olds[entry.name] = BaseTensor(old, stored[entry.name].start, entry)
         file = None if request.file is None else files.enter_context(open(request.file, "r+b", buffering=0))
-        raw = (
-            RawPart(
-                name,
-                places[name].dtype,
-                position,
-                own[name, position],
-                places[name].start + position * PIECE_BYTES,
-                olds.get(name),
-            )
-            for name, position in keys
-        )
-        with closing(in_parallel(Coder(file, with_codes=request.with_codes).code, raw)) as coded:
+
+        def raw() -> Iterator[RawPart]:
+            for (name, position), data in own:
+                keys.append((name, position))
+                start = places[name].start + position * PIECE_BYTES
+                yield RawPart(name, places[name].dtype, position, data, start, olds.get(name))
+
+        with closing(in_parallel(Coder(file, with_codes=request.with_codes).code, raw())) as coded:
             if store is None:
                 deque(packing.pack(coded), maxlen=0)
             else:

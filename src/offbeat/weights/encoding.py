@@ -23,7 +23,7 @@ from offbeat.errors import OffbeatError
 from offbeat.weights.codec import SparseChanges, encode, find_changes
 from offbeat.weights.manifest import ITEM_BYTES, Anchoring, Base, Coding, Kind, Manifest, Part, PieceEntry, TensorEntry
 from offbeat.weights.piece_store import PieceStore
-from offbeat.weights.safetensor_file import Stored, file_layout, read_at, write_at
+from offbeat.weights.safetensor_file import Stored, begin_flush, file_layout, read_at, write_at
 from offbeat.weights.signing import open_sealed
 from offbeat.weights.version import DTYPES, FILE_NAME, PIECE_BYTES, WeightFolder, WeightsError, open_file_digest
 
@@ -157,6 +157,7 @@ class Coder:
             coding, data = encode(new, None, part.dtype)
         if self.file is not None:
             write_at(self.file, part.target, new)
+            begin_flush(self.file, part.target, new.size)
         if base is not None and coding is Coding.SAME:
             return EncodedPart(part.name, coding, base.entry.parts[part.position].digest, data, num_items, 0)
         if not is_finite(changed, part.dtype):  # the others were finite in the base
