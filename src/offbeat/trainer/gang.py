@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import secrets
 import shutil
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -50,7 +49,6 @@ log = logging.getLogger(__name__)
 
 END_WITHIN_S = 5.0
 """Longest wait for an order that is still carried out when the gang is to end."""
-SECONDS = struct.Struct("d")
 TRAIN, WEIGHTS, SAVE, LOAD, END = "train", "weights", "save", "load", "end"
 
 
@@ -72,21 +70,18 @@ class Rank(OneRank):
 
     def train(self, batch: Batch, lr: float, weights_of: Callable[[int], Path | None]) -> StepMetrics:
         self.policy.layer_clock.take()
+        start_s = time.monotonic()
         metrics = super().train(batch, lr, weights_of)
-        told = self.gang.gather(msgspec.msgpack.encode(self.policy.layer_clock.take()))
-        passes = [msgspec.msgpack.decode(data, type=tuple[float, int]) for data in told]
+        own = (time.monotonic() - start_s, self.policy.layer_clock.take())
+        told = self.gang.gather(msgspec.msgpack.encode(own))
+        ranks = [msgspec.msgpack.decode(data, type=tuple[float, tuple[float, int]]) for data in told]
+        self.train_s = tuple(seconds for seconds, _ in ranks)
+        passes = [one for _, one in ranks]
         for rank, times in self._slow.find(passes):
             if self.gang.rank == 0:
                 where = self.gang.hosts[rank]
                 log.warning("rank %d (%s) is %.1f times slower than the others, which wait for it", rank, where, times)
         return replace(metrics, rank_s=tuple(seconds for seconds, _ in passes))
-
-    def train(self, batch: Batch, lr: float, weights_of: Callable[[int], Path | None]) -> StepMetrics:
-        start_s = time.monotonic()
-        metrics = super().train(batch, lr, weights_of)
-        own = SECONDS.pack(time.monotonic() - start_s)
-        self.train_s = tuple(SECONDS.unpack(told)[0] for told in self.gang.gather(own))
-        return metrics
 
     def save_rows(self, draft: Path) -> bool:
         """Takes this rank's state, and begins to write it; returns whether training may go on meanwhile."""
