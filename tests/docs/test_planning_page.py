@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 
 import pytest
 import torch
@@ -55,13 +56,14 @@ def test_the_commands_that_measure_fit_and_plan_work_one_after_the_other(reader:
 
 @pytest.mark.full
 def test_the_numbers_beside_the_picture_are_those_of_the_plans():
-    inventory, workload = load_inventory(EXAMPLES / FILES[0]), load_workload(EXAMPLES / FILES[1])
+    inventory = load_inventory(EXAMPLES / FILES[0])
+    workload = replace(load_workload(EXAMPLES / FILES[1]), any_trainer=False)  # as `offbeat plan` does
     split, (best, *_) = split_by_class(inventory, workload), mixed(inventory, workload)
     page = " ".join(PAGE.read_text().split())
     assert f"makes {best.tokens_per_s:,.0f} tokens/s for {best.price_per_h:.2f} $/h" in page
     assert split is not None
     assert f"the split by class makes {split.tokens_per_s:,.0f} for {split.price_per_h:.2f} $/h" in page
     fastest = [points[0] for points in homogeneous(inventory, workload).values()]
-    assert max(point.tokens_per_s for point in fastest) < 33_000
+    assert max(point.tokens_per_s for point in fastest) <= best.tokens_per_s
     assert min(point.price_per_h for point in fastest) >= 118
     assert (ROOT / "docs" / "planning-frontier.png").read_bytes().startswith(b"\x89PNG")

@@ -1,7 +1,8 @@
 """Times of decode steps and prefills of a rollout replica.
 
 In a decode step, matmuls take the longer of two times: computing, and reading the weights. Attention reads keys and
-values and is always memory-bound. Tensor parallelism adds two all-reduces per layer. Each step has a constant overhead.
+values and is always memory-bound. Tensor parallelism adds two all-reduces per layer. The host adds an overhead for
+each step, and one for each running answer.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def decode_step_s(
         + attention_s(model, card, figures, tp, rows, context_tokens)
         + 2 * model.num_layers * allreduce_s(exchanged_bytes, card, figures, tp)
         + figures.step_overhead_s
+        + rows * figures.row_overhead_s
     )
 
 
@@ -86,6 +88,14 @@ def drain_s(workload: Workload, token_s: float) -> float:
     ahead as behind."""
     remaining = workload.answer.mean_square / (2 * workload.answer.mean)
     return token_s * max(0.0, workload.answer.tail - remaining)
+
+
+def tail_s(workload: Workload, card: Accelerator, figures: Efficiencies, tp: int, token_s: float) -> float:
+    """Seconds of generation that a slot loses in each step with staleness bound 0, between the end of its last answer
+    and the end of the longest. Answers run faster the fewer are left, so a token takes the mean of its time in a full
+    replica, `token_s`, and alone."""
+    alone_s = decode_step_s(workload.model, card, figures, tp, 1.0, workload.prompt.mean + workload.answer.tail)
+    return drain_s(workload, (token_s + min(alone_s, token_s)) / 2)
 
 
 def update_s(

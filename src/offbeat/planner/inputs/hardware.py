@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import tomllib
 from collections.abc import Mapping
@@ -90,6 +91,43 @@ class Inventory:
 
     def link(self, one: str, other: str) -> Link:
         return self.links[frozenset((one, other))]
+
+
+def with_alike_joined(inventory: Inventory) -> Inventory:
+    """Returns the inventory with classes that differ in nothing but their names joined into one, called `a+b`, so that
+    plans do not depend on how machines are divided into classes. Nothing is joined if links between single nodes were
+    measured, which name nodes."""
+    joined = inventory
+    while not joined.measured:
+        pair = next((pair for pair in itertools.combinations(joined.classes, 2) if _are_alike(joined, *pair)), None)
+        if pair is None:
+            return joined
+        joined = _joined(joined, *pair)
+    return joined
+
+
+def _are_alike(inventory: Inventory, one: str, other: str) -> bool:
+    first, second = inventory.classes[one], inventory.classes[other]
+    if dataclasses.replace(second, name=one, num_nodes=first.num_nodes) != first:
+        return False
+    links = inventory.links
+    inside = {links.get(frozenset(pair)) for pair in ((one, one), (other, other), (one, other))} - {None}
+    others = [name for name in inventory.classes if name not in (one, other)]
+    return len(inside) == 1 and all(links[frozenset((one, far))] == links[frozenset((other, far))] for far in others)
+
+
+def _joined(inventory: Inventory, one: str, other: str) -> Inventory:
+    first, second, name = inventory.classes[one], inventory.classes[other], f"{one}+{other}"
+    both = dataclasses.replace(first, name=name, num_nodes=first.num_nodes + second.num_nodes)
+    classes = {name if old == one else old: both if old == one else each for old, each in inventory.classes.items()}
+    del classes[other]
+    new = {one: name, other: name}
+    links = {frozenset(new.get(old, old) for old in pair): link for pair, link in inventory.links.items()}
+    line = (
+        f"{one} and {other}: alike, so planned as one class; its first {first.num_nodes} nodes are {one}'s, "
+        f"the other {second.num_nodes} {other}'s"
+    )
+    return dataclasses.replace(inventory, classes=classes, links=links, assumptions=(*inventory.assumptions, line))
 
 
 def at_best(inventory: Inventory) -> Inventory:

@@ -103,8 +103,16 @@ class Workload:
     reward: RewardMachines | None = None
     colocates: bool = True
     """Whether cards may take turns between training and generation if the staleness bound is 0."""
+    any_trainer: bool = True
+    """Whether gangs may use tensor and pipeline parallelism and machines of two classes. Otherwise they are those that
+    Offbeat's own trainer runs: one class, and copies of the model that share its state (ZeRO 2 or 3)."""
     assumptions: tuple[str, ...] = ()
     """Assumptions behind the workload, one sentence each."""
+
+    @property
+    def shares_nodes(self) -> bool:
+        """Whether some cards of a node may train while its other cards generate."""
+        return self.colocates and self.bound > 0
 
     @property
     def may_share(self) -> bool:

@@ -63,6 +63,22 @@ def excess(view: View, tau_s: float | Floats, prices: Multipliers, budget: int |
     return demand - prices.lam * view.in_flight_cap - money - supply - MARGIN * size
 
 
+def possible(view: View, tau_s: float, prices: Multipliers, budget: int | None, gang: int) -> Ints:
+    """Returns the indices of the columns (replica shapes) that a plan of this gang can contain: the others are proven
+    to be of no use at these dual prices. Every replica of a column costs a plan what its cards are worth less what it
+    is worth itself, and a plan can afford no more than the `excess` that is missing to a proof."""
+    only = np.array([gang])
+    spare = -float(excess(view, tau_s, prices, budget, only)[0])
+    if budget is None and prices.mu:
+        return np.arange(len(view.columns))
+    card = worth(view, tau_s, prices, only)[0] / view.per_node
+    tokens = view.tokens(tau_s, only)[0]
+    lost = card[view.group] * view.accelerators + prices.lam * view.concurrency - prices.nu * tokens
+    # `excess` has a margin for rounding; the terms of one replica are no larger than those of the whole.
+    margin = MARGIN * (prices.nu * view.demand_tokens + prices.lam * view.in_flight_cap)
+    return np.flatnonzero((lost <= spare + margin) & (tokens > 0))
+
+
 def likely(view: View, tau_s: float, prices: Multipliers, gang: int) -> Ints:
     """Returns the indices of columns (replica shapes) that a good plan of this gang probably uses: of each node class,
     the few whose accelerators are worth most at these dual prices. A guess, not a proof."""

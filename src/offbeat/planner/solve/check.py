@@ -17,7 +17,7 @@ from fractions import Fraction
 from itertools import accumulate
 
 from offbeat.planner.problem import Gang, PlanningProblem, RolloutColumn, Solution
-from offbeat.planner.solve.certificate import OLD, Certificate
+from offbeat.planner.solve.certificate import Certificate
 
 Used = list[tuple[RolloutColumn, int]]
 """Columns (replica shapes) of a plan, each with its number of replicas."""
@@ -41,8 +41,11 @@ def check(
         if name not in known
     ]
     counts = [*solution.replicas.values(), *solution.nodes.values()]
-    if unknown or any(type(count) is not int or count < 0 for count in counts):
-        return unknown or ["counts: the plan's numbers of replicas and nodes must be whole numbers, 0 or more"]
+    most = sum(offer.num_nodes * offer.per_node for offer in problem.offers.values())
+    if unknown or any(type(count) is not int or not 0 <= count <= most for count in counts):
+        return unknown or [f"counts: numbers of replicas and nodes must be whole numbers, 0 to {most} cards on offer"]
+    if not solution.tau_s > 0:
+        return [f"period: a step every {solution.tau_s:g} s is impossible"]
     gang, tau = gangs[solution.gang], Fraction(solution.tau_s)
     used = [(columns[name], count) for name, count in solution.replicas.items() if count]
     broken = [
@@ -103,15 +106,21 @@ def _hardware_rows(problem: PlanningProblem, gang: Gang, solution: Solution, use
         rented, trained = solution.nodes.get(name, 0), gang.nodes.get(name, 0)
         if rented + trained > offer.num_nodes:
             broken.append(f"hardware: {rented + trained} nodes of {name} are used, but {offer.num_nodes} are on offer")
-        for is_home, num in ((False, rented), (True, 0 if problem.demand.bound else trained)):
+        if offer.most_generating is not None and rented > offer.most_generating:
+            broken.append(f"hardware: {rented} nodes of {name} generate, but only {offer.most_generating} may")
+        rooms = [offer.per_node] * rented
+        home = gang.num_home_cards(offer, problem.demand.bound)
+        whole, rest = divmod(home, offer.per_node)
+        homes = [offer.per_node] * whole + ([rest] if rest else [])
+        for is_home, room in ((False, rooms), (True, homes)):
             sizes = [
                 size
                 for column, count in used
                 if column.offer == name and (column.room_bytes is not None) == is_home
                 for size in [column.num_accelerators] * count
             ]
-            if not _fits(sorted(sizes, reverse=True), [offer.per_node] * num):
-                nodes = f"{num} nodes of {name}{' that train' if is_home else ''}"
+            if not _fits(sorted(sizes, reverse=True), room):
+                nodes = f"{len(room)} nodes of {name}{' that train' if is_home else ''}"
                 broken.append(f"hardware: replicas with {sum(sizes)} accelerators in all do not fit on {nodes}")
     return broken
 
@@ -182,7 +191,7 @@ def _money(price: float) -> int:
 
 def _certificate_rows(problem: PlanningProblem, solution: Solution, certificate: Certificate) -> list[str]:
     broken = []
-    found = hashlib.sha256(json.dumps({**asdict(problem), **OLD}, sort_keys=True).encode()).hexdigest()
+    found = hashlib.sha256(json.dumps(asdict(problem), sort_keys=True).encode()).hexdigest()
     if found != certificate.columns_sha256:
         broken.append(
             "certificate: it is for another problem; if the cluster, workload or constants were changed, plan again"
@@ -193,8 +202,12 @@ def _certificate_rows(problem: PlanningProblem, solution: Solution, certificate:
     if certificate.price_cap is None and solution.tau_s > certificate.tau_lo_s * (1 + certificate.gap) * (1 + 1e-9):
         period = f"the plan's period of {solution.tau_s:g} s"
         broken.append(f"certificate: {period} is above the bound of {certificate.tau_lo_s:g} s by more than the gap")
+    if certificate.tau_lo_s <= 0:
+        broken.append(f"certificate: a bound of {certificate.tau_lo_s:g} s says nothing")
+    if broken or certificate.branches:
+        return broken  # `verifying` checks branches, whose lags follow from the machines
     left = unproven(problem, certificate) - {*certificate.by_solver}
-    return broken + [f"certificate: its proof does not rule out a better plan with gang {name}" for name in left]
+    return [f"certificate: its proof does not rule out a better plan with gang {name}" for name in left]
 
 
 def unproven(problem: PlanningProblem, certificate: Certificate) -> set[str]:
@@ -282,7 +295,6 @@ def _supply(
         supply += mu * (price_cap - _money(problem.fixed_price_per_h) - price)
     for name, offer in problem.offers.items():
         node, trained = worths[name, False] * offer.per_node, gang.nodes.get(name, 0)
-        supply += (offer.num_nodes - trained) * max(node - mu * _money(offer.node_price_per_h), Fraction(0))
-        if not demand.bound:
-            supply += trained * worths[name, True] * offer.per_node
+        supply += offer.num_free(trained) * max(node - mu * _money(offer.node_price_per_h), Fraction(0))
+        supply += gang.num_home_cards(offer, demand.bound) * worths[name, True]
     return supply

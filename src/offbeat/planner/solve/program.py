@@ -255,7 +255,7 @@ class _Builder:
         per_node, taken = float(view.per_node[k]), view.gang_nodes[self.gangs, k]
         sizes = view.accelerators[self.columns[mine]] / per_node
         row(np.append(y[mine], n[k]), np.append(sizes, -1.0), high=0.0)
-        row(np.append(z, n[k]), np.append(taken, 1.0), high=float(view.num_nodes[k]))
+        row(np.append(z, n[k]), np.append(taken, 1.0), high=float(view.num_nodes[k]))  # n is also limited by itself
         if self.rates_of.max() > 0:  # replicas with a set's rates require a gang of that set
             room = float(max(view.most_nodes[k], 1))
             for index in np.unique(self.sets[mine]):

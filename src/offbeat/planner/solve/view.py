@@ -4,8 +4,8 @@ merged.
 A gang is a candidate group of training nodes, a rollout column a replica shape, and a class a kind of identical nodes.
 Arrays are indexed by these, in an order that depends on numbers, never on names. Merging and dropping do not change the
 best period or price; `restore` leads back to names. Money is counted in whole millionths of a dollar, so that sums are
-exact. Replicas on the gang's own nodes are columns of a *home* class. Such a class offers no nodes: each gang brings
-its own nodes at no cost, which is written as taking a negative number of home nodes.
+exact. Replicas on the gang's own nodes are columns of a *home* class, whose nodes are single cards. Such a class offers
+no nodes: each gang brings its own cards at no cost, which is written as taking a negative number of home nodes.
 """
 
 from __future__ import annotations
@@ -156,6 +156,8 @@ def efficient_gangs(
 def _lost(columns: Sequence[RolloutColumn], sources: set[Source], relays: frozenset[str]) -> dict[Source, Floats]:
     """Returns, for each source of versions, an array of delays in seconds, by which sources are compared. It holds the
     blocking times of those columns for which they differ between publishing classes, then all distinct lags."""
+    if not sources:
+        return {}
     order, roots = list(sources), sorted({root for root, _ in sources})
     blocking = np.array([[one.blocking_s[root] for one in columns] for root in roots]).reshape(len(roots), -1)
     blocking = blocking[:, (blocking != blocking[:1]).any(axis=0)]
@@ -279,6 +281,8 @@ class View:
     """Names of dropped gangs, each with the name of a gang that beats it in every respect."""
     per_node: Ints
     num_nodes: Ints
+    most_generating: Ints
+    """Largest number of nodes of each merged class that may be rented for rollout."""
     node_price: Ints
     group: Ints
     """Index of each column's merged class; columns are sorted by this index."""
@@ -319,7 +323,7 @@ class View:
     def free_nodes(self) -> Ints:
         """Array of gangs x classes: nodes that replicas may use. They are the nodes that the gang leaves free or, for a
         home class, the gang's own nodes."""
-        return self.num_nodes - self.gang_nodes
+        return np.minimum(self.num_nodes - self.gang_nodes, self.most_generating)
 
     @cached_property
     def most_nodes(self) -> Ints:
@@ -375,15 +379,18 @@ def view_of(problem: PlanningProblem) -> View:
         for shapes in zip(*(by_offer[name] for name in names), strict=True)
     )
     sizes = [len(rented[names[0]]) for names in merged] + [len(home[names[0]]) for names in own]
-    gangs, beaten = efficient_gangs(problem, partial(_gang_nodes, merged=merged, own=own), own, columns)
+    gangs, beaten = efficient_gangs(
+        problem, partial(_gang_nodes, problem=problem, merged=merged, own=own), own, columns
+    )
     first = [problem.offers[names[0]] for names in (*merged, *own)]
     offered = [sum(problem.offers[name].num_nodes for name in names) for names in merged]
+    most = [sum(problem.offers[name].num_free(0) for name in names) for names in merged]
     prices = [micros(problem.offers[names[0]].node_price_per_h) for names in merged]
     passing = relays_of(problem)
     relays = [k for k, names in enumerate(merged) if passing.issuperset(names)]
     blocking, fitting = windows(problem, gangs, columns, [merged[k][0] for k in relays])
     reward_s = problem.demand.trajectories / problem.demand.reward_rate if problem.demand.reward_rate else 0.0
-    gang_nodes = _gang_nodes(gangs, merged, own)
+    gang_nodes = _gang_nodes(gangs, problem, merged, own)
     node_price = np.array(prices + [0] * len(own), dtype=np.int64)
     return View(
         problem=problem,
@@ -392,8 +399,9 @@ def view_of(problem: PlanningProblem) -> View:
         columns=columns,
         gangs=gangs,
         beaten=beaten,
-        per_node=np.array([offer.per_node for offer in first], dtype=np.int64),
+        per_node=np.array([offer.per_node for offer in first[: len(merged)]] + [1] * len(own), dtype=np.int64),
         num_nodes=np.array(offered + [0] * len(own), dtype=np.int64),
+        most_generating=np.array(most + [np.iinfo(np.int64).max] * len(own), dtype=np.int64),
         node_price=node_price,
         group=np.repeat(np.arange(len(first)), np.array(sizes, dtype=np.int64)),
         accelerators=np.array([shapes[0].num_accelerators for shapes in columns], dtype=np.int64),
@@ -423,7 +431,7 @@ def restore(view: View, counts: ColumnCounts, tau_s: float) -> Solution:
         ends = np.cumsum([0, *(view.accelerators[j] * replicas[j] for j in of_class)])
         start, left = 0, int(nodes[k])
         for member, name in enumerate(names):
-            num = min(left, view.problem.offers[name].num_nodes - gang.nodes.get(name, 0))
+            num = min(left, view.problem.offers[name].num_free(gang.nodes.get(name, 0)))
             left -= num
             if num:
                 rented[name] = num
@@ -458,9 +466,7 @@ def _check(problem: PlanningProblem) -> None:
 
 def _columns_of(problem: PlanningProblem, offer: str, *, is_home: bool = False) -> list[RolloutColumn]:
     """Returns the columns (replica shapes) on rented nodes of the class `offer`. With `is_home`, returns columns on
-    nodes of this class that also train; there are none if the staleness bound is above 0."""
-    if is_home and problem.demand.bound:
-        return []
+    nodes of this class that also train."""
     return [column for column in problem.rollout if column.offer == offer and column.is_home == is_home]
 
 
@@ -471,6 +477,8 @@ def _merged(problem: PlanningProblem, by_offer: ByOffer, roots: Sequence[str]) -
         shapes = tuple(figures(column, roots) for column in by_offer[name])
         # A class that relays, or gets versions from a relay, is never merged.
         alone = name if name in relays or any(column.lag_over_s for column in by_offer[name]) else None
+        # A limit on rented nodes is one class's own, and cannot be shared out between merged ones.
+        alone = alone or (name if offer.most_generating is not None else None)
         alike[(offer.per_node, micros(offer.node_price_per_h), shapes, alone)].append(name)
     return _sorted(alike.values(), problem, by_offer, roots)
 
@@ -494,10 +502,13 @@ def _sorted(
     return tuple(tuple(names) for names in sorted(groups, key=order))
 
 
-def _gang_nodes(gangs: Sequence[Gang], merged: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> Ints:
+def _gang_nodes(
+    gangs: Sequence[Gang], problem: PlanningProblem, merged: Sequence[Sequence[str]], own: Sequence[Sequence[str]]
+) -> Ints:
+    bound = problem.demand.bound
     nodes = [
         [sum(gang.nodes.get(name, 0) for name in names) for names in merged]
-        + [-gang.nodes.get(name, 0) for (name,) in own]
+        + [-gang.num_home_cards(problem.offers[name], bound) for (name,) in own]
         for gang in gangs
     ]
     return np.array(nodes, dtype=np.int64).reshape(len(gangs), len(merged) + len(own))
