@@ -114,7 +114,7 @@ def test_this_machine_is_measured_fitted_and_planned_with(capsys, one_thread):
     files = ("cluster.toml", "workload.toml", "--constants", "constants.json", "--json")
     plan = record.from_json(told(capsys, "plan", *files))
     assert plan.certificate.held_out_error is not None
-    assert any("cpu: 7 of 13 constants" in line for line in plan.assumptions)
+    assert any("cpu: 7 of 14 constants" in line for line in plan.assumptions)
 
 
 def full(*_, **__):
