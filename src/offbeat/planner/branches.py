@@ -58,11 +58,16 @@ def within(problem: PlanningProblem, inventory: Inventory, workload: Workload, b
         return problem
     lags = {root: _least_lags(inventory, workload, root, branch) for root in {gang.root for gang in problem.gangs}}
 
+    shared: dict[tuple[str, bool], dict[str, float]] = {}
+
     def exact(column: RolloutColumn) -> RolloutColumn:
         if column.is_home and branch.at_home != MANY:
             return column  # at best the weights need not be sent: replicas run on the node that publishes
-        known = {root: each.of(column) for root, each in lags.items() if column.offer in each.by_class}
-        return replace(column, lag_s={**column.lag_s, **known}, lag_over_s={})
+        place = column.offer, column.is_home
+        if place not in shared:
+            known = {root: each.of(column) for root, each in lags.items() if column.offer in each.by_class}
+            shared[place] = {**column.lag_s, **known}
+        return replace(column, lag_s=shared[place], lag_over_s={})
 
     allowed = {name for name, state in branch.nodes.items() if state != NONE}
     gangs = problem.gangs

@@ -20,21 +20,36 @@ import numpy as np
 
 from offbeat.planner.problem import PlanningProblem, Solution
 from offbeat.planner.solve import bounds
-from offbeat.planner.solve.bounds import Multipliers
+from offbeat.planner.solve.bounds import MARGIN, Multipliers
 from offbeat.planner.solve.certificate import Certificate, certify
-from offbeat.planner.solve.program import Aim, Solver, SolverOutcome, Status, highs, holds, shortest_s, solve
+from offbeat.planner.solve.program import (
+    Aim,
+    Solver,
+    SolverOutcome,
+    Status,
+    WholeNodes,
+    highs,
+    holds,
+    shortest_s,
+    solve,
+    with_whole_nodes,
+)
 from offbeat.planner.solve.view import MICRO, ColumnCounts, Floats, Ints, View, micros, restore, view_of
 
-GAP = 1e-4
+GAP = 1e-3
+"""Relative gap between a plan's period and the lower bound at which the search ends; less is below what placement can
+tell, and far below the errors of the cost model."""
 PRICE_GAP = 1e-3
 """Relative gap between price and bound at which the search for a lower price ends. Numbers of nodes are whole, so a
 smaller gap would take several times as long to prove."""
 TRIES = 3
 """Number of times that the integer program of one gang is tried if it runs out of time. Each try has a period nearer to
 the gang's lower bound."""
-GUESSES = (0.5, 8.0, 64.0)
+WIDER = 4.0
+"""Factor between the steps by which a relaxation looks for a period that it cannot rule out."""
+GUESSES = (0.5, 8.0, 64.0, 512.0, math.inf)
 """Periods at which a gang is tried with its likely columns (replica shapes) only, before it is tried with all columns.
-Each is given as its distance above the gang's lower bound, in multiples of the gap."""
+Each is given as its distance above the gang's lower bound, in multiples of the gap; the last is the longest of use."""
 TIGHT = 1e-5
 """Relative tolerance of linear relaxations: raising a bound by a smaller share counts as no improvement."""
 FRESH_ENOUGH = 0.01
@@ -43,7 +58,7 @@ LEAST_S = 0.05
 """Shortest time limit in seconds that is given to an integer program."""
 FINISH_S = 1.0
 """Seconds that making a plan cheaper and fresher may take after the time for finding it is over."""
-WITHIN_S, FRESH_WITHIN_S = 1.0, 1.0
+WITHIN_S, FRESH_WITHIN_S = 1.0, 0.3
 """Time limits in seconds: of an integer program, and of one that only lowers the number of trajectories in flight."""
 SHARES = (1.0, 0.5, 0.25)
 """Shares of `Demand.headroom` (surplus over the demand for tokens) that are tried, in this order."""
@@ -92,6 +107,13 @@ class Search:
             among = self._possible(tau_s, gang, aim, budget)
         return solve(self.view, tau_s, [gang], aim, budget, gap, within_s, self.solver, among)
 
+    def whole_nodes(self, tau_s: float, gang: int, aim: Aim, budget: int | None) -> WholeNodes:
+        """Solves the relaxation of `with_whole_nodes` for one training gang."""
+        if self.is_late:
+            return WholeNodes(Status.UNKNOWN)
+        within_s = min(WITHIN_S, max(self.until_s - time.process_time(), LEAST_S))
+        return with_whole_nodes(self.view, tau_s, gang, aim, budget, self.gap, within_s, self.solver)
+
     def _possible(self, tau_s: float, gang: int, aim: Aim, budget: int | None) -> Ints | None:
         """Returns the columns that a plan of this gang can contain, by the dual prices of a relaxation at this period;
         None: any."""
@@ -113,7 +135,7 @@ def far_s(view: View) -> float:
     if not len(view.gangs) or not len(view.columns):
         return 1.0
     alone = view.blocking + view.demand_tokens / view.rate
-    opens = view.windows.ways_s(np.arange(len(view.gangs)))[0]  # without a relay, which might cost too much
+    opens = view.windows.alone_s(np.arange(len(view.gangs)))  # without a relay, which might cost too much
     opens = opens[np.isfinite(opens)]
     return float(max(alone.max(), opens.max(initial=0.0), view.period.max())) * (1 + 1e-9)
 
@@ -128,7 +150,7 @@ def fastest_counts(
     every = np.arange(len(view.gangs))
     low, top = view.period.astype(float), far_s(view)
     high, best = min(top * (1 + search.gap), below_s * (1 + search.gap)), None
-    is_tight, is_guessed, given_up = np.zeros((3, len(every)), dtype=bool)
+    is_tight, is_whole, is_guessed, given_up = np.zeros((4, len(every)), dtype=bool)
     while True:
         promising = np.flatnonzero((low * (1 + search.gap) < high) & ~given_up & (low <= top))
         if not len(promising):
@@ -147,6 +169,10 @@ def fastest_counts(
         under_s = min(high / (1 + search.gap), top)
         if search.is_late and best is not None:
             break
+        if not is_whole[gang]:
+            is_whole[gang] = True
+            low[gang] = _raised(search, gang, cap, float(low[gang]), under_s)
+            continue
         if not is_guessed[gang]:
             is_guessed[gang] = True
             found = _guess(search, gang, cap, float(low[gang]), under_s)
@@ -171,11 +197,39 @@ class _Found:
     high_s: float = math.inf
 
 
+def _raised(search: Search, gang: int, cap: int | None, low_s: float, below_s: float) -> float:
+    """Raises the lower bound `low_s` on the period of this gang's plans by relaxations with whole nodes, to `below_s` at
+    most, and keeps dual prices for the nodes of the shortest period that remains possible."""
+    share, high_s, nodes = search.gap, math.inf, None
+    # Where another gang's plan is about as fast, perhaps this gang has none that is faster.
+    tau_s = below_s if below_s < low_s * WIDER else min(low_s * (1 + share), below_s)
+    while low_s <= below_s:
+        outcome = search.whole_nodes(tau_s, gang, Aim.TOKENS, cap)
+        if outcome.status is Status.INFEASIBLE:
+            low_s, share = tau_s * (1 + HAIR), share * WIDER
+            if math.isfinite(high_s):
+                break
+            tau_s = min(low_s * (1 + share), below_s)
+        elif outcome.status is Status.FEASIBLE:
+            # The solution with the most tokens allows a shorter period, perhaps the shortest of all.
+            high_s, nodes = outcome.shortest_s, outcome.nodes
+            tau_s = high_s / (1 + search.gap / 2)
+            if tau_s <= low_s:
+                break
+        else:
+            break
+    if nodes is not None:
+        search.last[gang] = bounds.most_tokens(search.view, high_s, gang, cap, nodes)[1]
+    return low_s
+
+
 def _guess(search: Search, gang: int, cap: int | None, low_s: float, below_s: float) -> _Found:
     """Looks for a plan of this gang at periods just above its lower bound `low_s`, but at most `below_s`. Uses only the
     columns that `bounds.likely` returns, so it proves nothing."""
     for share in GUESSES:
         tau_s = min(low_s * (1 + share * search.gap), below_s)
+        if math.isinf(share):
+            tau_s = below_s
         outcome = search.try_gang(tau_s, gang, Aim.TOKENS, cap, search.last[gang])
         if outcome.counts is not None:
             return _Found(Status.FEASIBLE, low_s, outcome.counts, shortest_s(search.view, outcome.counts, tau_s))
@@ -211,7 +265,7 @@ def cheapest_counts(
     fast = np.flatnonzero(view.period <= tau_s)
     least = np.full(len(view.gangs), np.inf)
     least[fast] = view.fixed_price + view.gang_price[fast]
-    is_tight, is_guessed, given_up = np.zeros((3, len(view.gangs)), dtype=bool)
+    is_tight, is_whole, is_guessed, given_up = np.zeros((4, len(view.gangs)), dtype=bool)
     while True:
         below = math.inf if cap is None else cap + 1.0
         if best is not None:
@@ -228,6 +282,14 @@ def cheapest_counts(
             search.last[gang] = prices
             continue
         limit = None if math.isinf(below) else math.ceil(below) - 1
+        if not is_whole[gang]:
+            is_whole[gang] = True
+            relaxed = search.whole_nodes(tau_s, gang, Aim.PRICE, limit)
+            if relaxed.status is Status.INFEASIBLE:
+                least[gang] = max(least[gang], math.inf if limit is None else limit + 1.0)
+            elif relaxed.bound is not None:
+                least[gang] = max(least[gang], relaxed.bound * (1 - MARGIN) - 1.0)
+            continue
         if not is_guessed[gang]:
             is_guessed[gang] = True
             best = search.try_gang(tau_s, gang, Aim.PRICE, limit, search.last[gang]).counts or best
@@ -296,6 +358,8 @@ def _roomy_counts(roomy: Search, tau_s: float, cap: int, gang: int) -> ColumnCou
     guide = bounds.least_price(roomy.view, tau_s, gang)
     if guide is None or bounds.least_prices(roomy.view, tau_s, guide, np.array([gang]))[0] > cap:
         return None
+    if roomy.whole_nodes(tau_s, gang, Aim.PRICE, cap).status is Status.INFEASIBLE:
+        return None
     likely = roomy.try_gang(tau_s, gang, Aim.PRICE, cap, guide).counts
     return likely or roomy.try_gang(tau_s, gang, Aim.PRICE, cap).counts
 
@@ -305,9 +369,10 @@ def freshest_counts(search: Search, tau_s: float, counts: ColumnCounts) -> Colum
     `counts` itself if no plan with fewer trajectories is found in time."""
     view, price = search.view, search.view.price(counts)
     relaxed = bounds.least_in_flight(view, tau_s, counts.gang, price)
+    fewest = search.whole_nodes(tau_s, counts.gang, Aim.IN_FLIGHT, price).bound or 0.0
     guides = (None,) if relaxed is None else (relaxed[1], None)
     for guide in guides:
-        if relaxed is not None and view.in_flight(counts) <= relaxed[0] * (1 + FRESH_ENOUGH):
+        if view.in_flight(counts) <= max(fewest, 0.0 if relaxed is None else relaxed[0]) * (1 + FRESH_ENOUGH):
             break
         outcome = search.try_gang(tau_s, counts.gang, Aim.IN_FLIGHT, price, guide)
         if outcome.counts is not None and view.in_flight(outcome.counts) < view.in_flight(counts):

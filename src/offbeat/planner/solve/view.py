@@ -64,13 +64,21 @@ class Lags:
 
 
 def lags_of(columns: Sequence[RolloutColumn], roots: Iterable[str]) -> Lags:
-    relays = _relays(columns)
+    # All columns of a place share their lags, so each of these is looked up once and copied to its columns.
+    known: dict[tuple[int, int], int] = {}
+    of_column = [known.setdefault((id(one.lag_s), id(one.lag_over_s)), len(known)) for one in columns]
+    first = [columns[of_column.index(i)] for i in range(len(known))]
+    relays = _relays(first)
     direct_s, over_s = {}, {}
+
+    def each(values: list[float]) -> Floats:
+        return np.array(values, dtype=float)[np.array(of_column, dtype=np.int64)]
+
     for root in roots:
-        direct_s[root] = np.array([column.lag_from_s(root) for column in columns], dtype=float)
-        ways_s = [column.lag_over_s.get(root, {}) for column in columns]
+        direct_s[root] = each([column.lag_from_s(root) for column in first])
+        ways_s = [column.lag_over_s.get(root, {}) for column in first]
         for name in relays:
-            over_s[root, name] = np.array([ways.get(name, np.inf) for ways in ways_s], dtype=float)
+            over_s[root, name] = each([ways.get(name, np.inf) for ways in ways_s])
     return Lags(direct_s, over_s)
 
 
@@ -88,8 +96,12 @@ def efficient(columns: list[RolloutColumn], roots: Sequence[str]) -> list[Rollou
     """Returns the columns (replica shapes) that no other column beats, sorted by their numbers, then by name. A column
     beats another if it is as good in every respect (tokens per accelerator, delays, memory). Its number of cards must
     also divide the other's number, so that its replicas fit on the same cards."""
-    columns = sorted(columns, key=lambda column: (*figures(column, roots), column.name))
-    columns = [c for c, before in zip(columns, [None, *columns], strict=False) if not _same(c, before, roots)]
+    keyed = sorted(((figures(column, roots), column.name, column) for column in columns), key=lambda each: each[:2])
+    columns = [
+        column
+        for i, (key, _, column) in enumerate(keyed)
+        if not (i and key == keyed[i - 1][0] and column.lag_over_s == keyed[i - 1][2].lag_over_s)
+    ]
     if not columns:
         return columns
     size = np.array([column.num_accelerators for column in columns])
@@ -105,12 +117,6 @@ def efficient(columns: list[RolloutColumn], roots: Sequence[str]) -> list[Rollou
     beats &= ~beats.T | (order[:, None] < order[None, :])  # of two equal columns the first stays
     np.fill_diagonal(beats, False)
     return [column for column, is_beaten in zip(columns, beats.any(axis=0), strict=True) if not is_beaten]
-
-
-def _same(column: RolloutColumn, other: RolloutColumn | None, roots: Sequence[str]) -> bool:
-    if other is None or column.lag_over_s != other.lag_over_s:
-        return False
-    return figures(column, roots) == figures(other, roots)
 
 
 def efficient_gangs(
@@ -200,6 +206,10 @@ class Windows:
         """Array of gangs x columns: shortest periods in which long answers are in time, if the best class relays
         versions."""
         return self._periods(self.late_s.min(axis=0)[self.source], self.trained_s)
+
+    def alone_s(self, gangs: Ints) -> Floats:
+        """The first row of `ways_s`: shortest periods if only the gang's own classes relay versions."""
+        return self._periods(self.late_s[0, self.source[gangs]], self.trained_s[gangs])
 
     def ways_s(self, gangs: Ints) -> Floats:
         """Array of (1 + relays) x gangs x columns: shortest periods in which long answers are in time. In the first row
@@ -471,16 +481,21 @@ def _columns_of(problem: PlanningProblem, offer: str, *, is_home: bool = False) 
 
 
 def _merged(problem: PlanningProblem, by_offer: ByOffer, roots: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    alike: dict[tuple[object, ...], list[str]] = defaultdict(list)
     relays = relays_of(problem)
+    kinds: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for name, offer in sorted(problem.offers.items()):
-        shapes = tuple(figures(column, roots) for column in by_offer[name])
         # A class that relays, or gets versions from a relay, is never merged.
         alone = name if name in relays or any(column.lag_over_s for column in by_offer[name]) else None
         # A limit on rented nodes is one class's own, and cannot be shared out between merged ones.
         alone = alone or (name if offer.most_generating is not None else None)
-        alike[(offer.per_node, micros(offer.node_price_per_h), shapes, alone)].append(name)
-    return _sorted(alike.values(), problem, by_offer, roots)
+        kinds[(offer.per_node, micros(offer.node_price_per_h), len(by_offer[name]), alone)].append(name)
+    groups: list[list[str]] = []
+    for names in kinds.values():
+        alike: dict[object, list[str]] = defaultdict(list)
+        for name in names:
+            alike[tuple(figures(one, roots) for one in by_offer[name]) if len(names) > 1 else None].append(name)
+        groups += alike.values()
+    return _sorted(groups, problem, by_offer, roots)
 
 
 def _homes(problem: PlanningProblem, by_offer: ByOffer, roots: Sequence[str]) -> tuple[tuple[str, ...], ...]:
@@ -494,12 +509,19 @@ def _sorted(
 ) -> tuple[tuple[str, ...], ...]:
     """Sorts groups of classes by price, size and speed, never by their names."""
 
-    def order(names: list[str]) -> tuple[object, ...]:
-        first, columns = problem.offers[names[0]], by_offer[names[0]]
-        shapes = [(*figures(one, ()), *sorted(figures(one, (root,)) for root in roots)) for one in columns]
-        return (first.node_price_per_h, first.per_node, sum(problem.offers[name].num_nodes for name in names), shapes)
+    def size(names: list[str]) -> tuple[float, int, int]:
+        first = problem.offers[names[0]]
+        return first.node_price_per_h, first.per_node, sum(problem.offers[name].num_nodes for name in names)
 
-    return tuple(tuple(names) for names in sorted(groups, key=order))
+    def speed(names: list[str]) -> list[tuple[object, ...]]:
+        columns = by_offer[names[0]]
+        return [(*figures(one, ()), *sorted(figures(one, (root,)) for root in roots)) for one in columns]
+
+    found: list[list[str]] = []
+    for _, same in itertools.groupby(sorted(groups, key=size), key=size):
+        equal = list(same)
+        found += sorted(equal, key=speed) if len(equal) > 1 else equal
+    return tuple(map(tuple, found))
 
 
 def _gang_nodes(
