@@ -118,7 +118,7 @@ COST_MODEL = "roofline with KV reads, version 3"
 """Name of the cost model in certificates; its number rises with every change of a formula."""
 ANSWER_S = 3.0
 """Seconds after which no further integer program is started to find or prove a plan; the gap then stays wider."""
-PATIENCE = (0.03, 0.3, 1.0)
+PATIENCE = (0.1, 0.3, 1.0)
 """Shares of the time left that each branch may take, in rounds: branches that are not done are searched again."""
 FIRST_SHARE = 0.8
 """Share of the time that the search without branches may take, if there may be branches."""

@@ -119,8 +119,10 @@ def _possible(problem: PlanningProblem, names: set[str], proof: Certificate) -> 
     search = Search(view, GAP, highs)
     found = []
     for gang in sorted(asked):
-        outcome = search.try_gang(proof.tau_lo_s, gang, Aim.TOKENS, proof.price_cap)
-        if outcome.status is not Status.INFEASIBLE:
+        ask = (proof.tau_lo_s, gang, Aim.TOKENS, proof.price_cap)
+        if search.whole_nodes(*ask).status is Status.INFEASIBLE:
+            continue
+        if search.try_gang(*ask).status is not Status.INFEASIBLE:
             found.append(view.gangs[gang].name)
     return found
 

@@ -20,13 +20,14 @@ from offbeat.planner.columns.gangs import (
 from offbeat.planner.columns.replicas import class_columns, row_grid, undominated
 from offbeat.planner.cost.constants import Constants, Efficiencies
 from offbeat.planner.cost.memory import kv_bytes_per_row, max_rows, usable_bytes
-from offbeat.planner.cost.rollout_time import decode_step_s, prompt_s, refill_s
+from offbeat.planner.cost.rollout_time import decode_step_s, prompt_s, refill_s, tail_s
 from offbeat.planner.cost.sizes import update_bytes
 from offbeat.planner.cost.sync_time import CHUNK_BYTES
 from offbeat.planner.cost.training_time import boundary_s, bubble, compute_s, dp_s, tp_s
 from offbeat.planner.inputs.hardware import Link
 from offbeat.planner.inputs.model_shapes import num_parameters, weight_bytes
 from offbeat.planner.inputs.workload import KvPolicy, RewardMachines
+from offbeat.planner.problem import RolloutColumn
 from offbeat.planner.solve.search import fastest
 
 FAST = {"flops": 700e12, "memory_bytes_per_s": 2e12}
@@ -348,10 +349,19 @@ def test_no_card_takes_turns_where_the_state_leaves_no_room_for_an_answer():
     assert {column.offer for column in shared(problem)} == {"large"}
 
 
-def test_with_bound_0_no_answer_is_filled_again_and_shared_cards_load_all_weights():
-    apart, waits = problem_of(PLACE, work(bound=1)), problem_of(PLACE, work(bound=0))
+def test_with_bound_0_slots_idle_at_the_end_no_answer_is_filled_again_and_shared_cards_load_all_weights():
+    asked = work(bound=0)
+    apart, waits = problem_of(PLACE, work(bound=1)), problem_of(PLACE, asked)
+    rented = [column for column in apart.rollout if not column.is_home]
+
+    def idle_s(column: RolloutColumn) -> float:
+        card = PLACE.classes[column.offer].accelerator
+        return tail_s(asked, card, Efficiencies(), column.tp, column.token_s)
+
     by_name = {column.name: column for column in waits.rollout}
-    assert any(by_name[one.name].blocking_s["wide"] < one.blocking_s["wide"] for one in apart.rollout)
+    least_s = {one.name: by_name[one.name].blocking_s["wide"] - idle_s(by_name[one.name]) for one in rented}
+    assert any(least_s[one.name] < one.blocking_s["wide"] for one in rented)
+    assert all(seconds == pytest.approx(0.2) for seconds in least_s.values())
     for column in shared(waits):
         loaded_s = weight_bytes(QWEN_7B) / column.tp / PLACE.classes[column.offer].accelerator.host_bytes_per_s
-        assert column.blocking_s["wide"] == pytest.approx(0.2 + loaded_s)
+        assert column.blocking_s["wide"] == pytest.approx(0.2 + loaded_s + idle_s(column))

@@ -216,7 +216,7 @@ def test_a_solver_that_tires_keeps_the_plan_that_it_found():
 
     def tiring(model, gap, within_s):
         calls.append(model)
-        return highs(model, gap, within_s) if len(calls) < 2 else ProgramAnswer(Status.UNKNOWN)
+        return highs(model, gap, within_s) if len(calls) < 3 else ProgramAnswer(Status.UNKNOWN)
 
     problem = drawn(11, num_classes=3)
     rested, tired = fastest(problem), fastest(problem, solver=tiring)

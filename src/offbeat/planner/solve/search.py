@@ -179,7 +179,9 @@ def fastest_counts(
             if found.counts is not None:
                 best, high = found.counts, found.high_s
             continue
-        found = _improve(search, gang, cap, float(low[gang]), under_s)
+        # A plan with more tokens may be hardly faster, so periods of the best gang are halved.
+        tau_s = math.sqrt(float(low[gang]) * under_s) if best is not None and best.gang == gang else under_s
+        found = _improve(search, gang, cap, float(low[gang]), tau_s)
         low[gang], given_up[gang] = found.low_s, found.status is Status.UNKNOWN
         if found.counts is not None:
             best, high = found.counts, found.high_s
@@ -203,19 +205,15 @@ def _raised(search: Search, gang: int, cap: int | None, low_s: float, below_s: f
     share, high_s, nodes = search.gap, math.inf, None
     # Where another gang's plan is about as fast, perhaps this gang has none that is faster.
     tau_s = below_s if below_s < low_s * WIDER else min(low_s * (1 + share), below_s)
-    while low_s <= below_s:
+    while low_s <= below_s and low_s * (1 + search.gap / 2) < high_s:
         outcome = search.whole_nodes(tau_s, gang, Aim.TOKENS, cap)
         if outcome.status is Status.INFEASIBLE:
             low_s, share = tau_s * (1 + HAIR), share * WIDER
-            if math.isfinite(high_s):
-                break
-            tau_s = min(low_s * (1 + share), below_s)
-        elif outcome.status is Status.FEASIBLE:
             # The solution with the most tokens allows a shorter period, perhaps the shortest of all.
+            tau_s = min(low_s * (1 + share), below_s, high_s / (1 + search.gap / 2))
+        elif outcome.status is Status.FEASIBLE:
             high_s, nodes = outcome.shortest_s, outcome.nodes
-            tau_s = high_s / (1 + search.gap / 2)
-            if tau_s <= low_s:
-                break
+            tau_s = math.sqrt(low_s * high_s)
         else:
             break
     if nodes is not None:
