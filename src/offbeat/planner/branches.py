@@ -79,7 +79,11 @@ def within(problem: PlanningProblem, inventory: Inventory, workload: Workload, b
     return replace(
         problem,
         offers={
-            name: replace(offer, most_generating={NONE: 0, ONE: 1}.get(branch.nodes.get(name, NONE)))
+            name: replace(
+                offer,
+                most_generating={NONE: 0, ONE: 1}.get(branch.nodes.get(name, NONE)),
+                least_generating=LEAST[branch.nodes.get(name, NONE)],
+            )
             for name, offer in problem.offers.items()
         },
         rollout=tuple(

@@ -21,6 +21,8 @@ class Offer:
     node_price_per_h: float
     most_generating: int | None = None
     """Largest number of nodes that may be rented for rollout, besides those that train; None: all of them."""
+    least_generating: int = 0
+    """Smallest number of rented nodes on which replicas run."""
 
     def num_free(self, num_training: int) -> int:
         """Number of nodes that may be rented for rollout if `num_training` nodes train."""

@@ -108,6 +108,8 @@ def _hardware_rows(problem: PlanningProblem, gang: Gang, solution: Solution, use
             broken.append(f"hardware: {rented + trained} nodes of {name} are used, but {offer.num_nodes} are on offer")
         if offer.most_generating is not None and rented > offer.most_generating:
             broken.append(f"hardware: {rented} nodes of {name} generate, but only {offer.most_generating} may")
+        if rented < offer.least_generating:
+            broken.append(f"hardware: {rented} nodes of {name} generate, but {offer.least_generating} must")
         rooms = [offer.per_node] * rented
         home = gang.num_home_cards(offer, problem.demand.bound)
         whole, rest = divmod(home, offer.per_node)

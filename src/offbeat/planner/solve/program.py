@@ -53,6 +53,7 @@ def holds(view: View, counts: ColumnCounts, tau_s: float, budget: int | None = N
         and sum(rates[j] * max(tau - lost[j], Fraction(0)) for j in used) >= Fraction(demand.tokens)
         and view.in_flight(counts) <= Fraction(view.in_flight_cap)
         and bool((view.nodes(counts) <= view.free_nodes[counts.gang]).all())
+        and bool((view.nodes(counts) >= view.least_generating).all())
         and (budget is None or view.price(counts) <= budget)
     )
 
@@ -315,6 +316,8 @@ class _Builder:
         sizes = view.accelerators[self.columns[mine]] / per_node
         row(np.append(y[mine], n[k]), np.append(sizes, -1.0), high=0.0)
         row(np.append(z, n[k]), np.append(taken, 1.0), high=float(view.num_nodes[k]))  # n is also limited by itself
+        if least := int(view.least_generating[k]):  # full nodes, and a card of one more
+            row(y[mine], sizes, low=least - 1 + 1 / per_node)
         if self.rates_of.max() > 0:  # replicas with a set's rates require a gang of that set
             room = float(max(view.most_nodes[k], 1))
             for index in np.unique(self.sets[mine]):

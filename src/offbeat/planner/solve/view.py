@@ -293,6 +293,8 @@ class View:
     num_nodes: Ints
     most_generating: Ints
     """Largest number of nodes of each merged class that may be rented for rollout."""
+    least_generating: Ints
+    """Smallest number of nodes of each merged class on which replicas run."""
     node_price: Ints
     group: Ints
     """Index of each column's merged class; columns are sorted by this index."""
@@ -411,6 +413,7 @@ def view_of(problem: PlanningProblem) -> View:
         beaten=beaten,
         per_node=np.array([offer.per_node for offer in first[: len(merged)]] + [1] * len(own), dtype=np.int64),
         num_nodes=np.array(offered + [0] * len(own), dtype=np.int64),
+        least_generating=np.array([offer.least_generating for offer in first[: len(merged)]] + [0] * len(own)),
         most_generating=np.array(most + [np.iinfo(np.int64).max] * len(own), dtype=np.int64),
         node_price=node_price,
         group=np.repeat(np.arange(len(first)), np.array(sizes, dtype=np.int64)),
@@ -487,7 +490,7 @@ def _merged(problem: PlanningProblem, by_offer: ByOffer, roots: Sequence[str]) -
         # A class that relays, or gets versions from a relay, is never merged.
         alone = name if name in relays or any(column.lag_over_s for column in by_offer[name]) else None
         # A limit on rented nodes is one class's own, and cannot be shared out between merged ones.
-        alone = alone or (name if offer.most_generating is not None else None)
+        alone = alone or (name if offer.most_generating is not None or offer.least_generating else None)
         kinds[(offer.per_node, micros(offer.node_price_per_h), len(by_offer[name]), alone)].append(name)
     groups: list[list[str]] = []
     for names in kinds.values():
