@@ -23,7 +23,7 @@ from offbeat.planner.planning import compose, question_of
 from offbeat.planner.problem import Branch, PlanningProblem
 from offbeat.planner.solve.certificate import BranchProof, Certificate, distance
 from offbeat.planner.solve.check import check, unproven
-from offbeat.planner.solve.program import Aim, Status, highs
+from offbeat.planner.solve.program import highs
 from offbeat.planner.solve.search import GAP, Search
 from offbeat.planner.solve.view import micros, view_of
 
@@ -119,10 +119,7 @@ def _possible(problem: PlanningProblem, names: set[str], proof: Certificate) -> 
     search = Search(view, GAP, highs)
     found = []
     for gang in sorted(asked):
-        ask = (proof.tau_lo_s, gang, Aim.TOKENS, proof.price_cap)
-        if search.whole_nodes(*ask).status is Status.INFEASIBLE:
-            continue
-        if search.try_gang(*ask).status is not Status.INFEASIBLE:
+        if not search.rules_out(proof.tau_lo_s, gang, proof.price_cap):
             found.append(view.gangs[gang].name)
     return found
 

@@ -114,6 +114,24 @@ class Search:
         within_s = min(WITHIN_S, max(self.until_s - time.process_time(), LEAST_S))
         return with_whole_nodes(self.view, tau_s, gang, aim, budget, self.gap, within_s, self.solver)
 
+    def least_price(self, tau_s: float, gang: int, limit: int | None) -> float:
+        """Returns a lower bound on the price of this gang's plans for at most `limit` (both in millionths of $/h);
+        infinite if there are none."""
+        relaxed = self.whole_nodes(tau_s, gang, Aim.PRICE, limit)
+        if relaxed.status is Status.INFEASIBLE:
+            return math.inf
+        return 0.0 if relaxed.bound is None else relaxed.bound * (1 - MARGIN) - 1.0
+
+    def rules_out(self, tau_s: float, gang: int, budget: int | None) -> bool:
+        """Whether it is proven that this gang has no plan at this period for at most `budget` (millionths of $/h; None:
+        any price)."""
+        if self.whole_nodes(tau_s, gang, Aim.TOKENS, budget).status is Status.INFEASIBLE:
+            return True
+        # A budget just below the lowest price is within the solver's tolerance, the price itself is not.
+        if budget is not None and self.least_price(tau_s, gang, None) > budget:
+            return True
+        return self.try_gang(tau_s, gang, Aim.TOKENS, budget).status is Status.INFEASIBLE
+
     def _possible(self, tau_s: float, gang: int, aim: Aim, budget: int | None) -> Ints | None:
         """Returns the columns that a plan of this gang can contain, by the dual prices of a relaxation at this period;
         None: any."""
@@ -282,11 +300,8 @@ def cheapest_counts(
         limit = None if math.isinf(below) else math.ceil(below) - 1
         if not is_whole[gang]:
             is_whole[gang] = True
-            relaxed = search.whole_nodes(tau_s, gang, Aim.PRICE, limit)
-            if relaxed.status is Status.INFEASIBLE:
-                least[gang] = max(least[gang], math.inf if limit is None else limit + 1.0)
-            elif relaxed.bound is not None:
-                least[gang] = max(least[gang], relaxed.bound * (1 - MARGIN) - 1.0)
+            bound = search.least_price(tau_s, gang, limit)
+            least[gang] = max(least[gang], bound if limit is None else min(bound, limit + 1.0))
             continue
         if not is_guessed[gang]:
             is_guessed[gang] = True
