@@ -157,7 +157,7 @@ def test_fitted_constants_are_those_that_made_the_measurements_and_the_rest_is_t
 
 MISTAKES = {
     "no file": (["none.jsonl"], "none.jsonl cannot be read: No such file or directory; give a file of measurements"),
-    "neither": ([], "offbeat calibrate needs a file of measurements, or --measure to measure this machine"),
+    "neither": ([], "offbeat calibrate needs a file of measurements, --measure to measure this machine, or --engine"),
     "both": (["m.jsonl", "--measure"], "give either the file m.jsonl or --measure, not both"),
     "quick without measuring": (["m.jsonl", "--quick"], "--quick goes only with --measure"),
     "no flops": (["--measure", "--tflops", "-1"], "--tflops is -1; it must be"),

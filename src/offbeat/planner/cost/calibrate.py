@@ -272,12 +272,18 @@ def _fit_decode(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
     has_contexts = len({one.context for one in rows}) >= LEAST_SIZES
     folds += _folds(rows, "context", card) if has_contexts else []
     seconds = np.array([one.seconds for one in rows])
-    if max(seconds) < FLAT * min(seconds) and (terms(rows, 1.0)[:, 2:].sum(axis=1) < seconds).all():
+    could_read = bool((terms(rows, 1.0)[:, 2:].sum(axis=1) < seconds).all())
+    if max(seconds) < FLAT * min(seconds) and could_read:
         return _fit_overhead(rows, terms, folds)
-    # At one context, keys and values grow with the rows as the host's overhead does: their share stays the default.
-    kv_floor = 0.0 if has_contexts else 1 / Efficiencies().kv_read_share
-    floor = (*DECODE_FLOOR[:3], kv_floor)
+    floor = DECODE_FLOOR
     solution = _solve(rows, terms, RIDGES, floor)
+    # At one context, keys and values grow with the rows as the host's overhead does; and where the host is slow, contexts
+    # may make no difference that shows. Then the share of reading them stays the default.
+    has_contexts = has_contexts and not (solution.weights[3] == 0 and could_read)
+    if not has_contexts:
+        floor = (*DECODE_FLOOR[:3], 1 / Efficiencies().kv_read_share)
+        solution = _solve(rows, terms, RIDGES, floor)
+    kv_floor = floor[3]
     overhead_s, row_s, matmul, kv = solution.weights
     read_share = _share(matmul, "weight_read_share", card)
     figures = {
