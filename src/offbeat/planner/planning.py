@@ -114,7 +114,7 @@ def fastest_round(found: list[Round]) -> Round:
     return min(found, key=lambda each: (each.placing.tau_s, each.price_per_h))
 
 
-COST_MODEL = "roofline with KV reads, version 3"
+COST_MODEL = "roofline with KV reads, version 4"
 """Name of the cost model in certificates; its number rises with every change of a formula."""
 ANSWER_S = 3.0
 """Seconds after which no further integer program is started to find or prove a plan; the gap then stays wider."""

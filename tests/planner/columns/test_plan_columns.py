@@ -365,3 +365,24 @@ def test_with_bound_0_slots_idle_at_the_end_no_answer_is_filled_again_and_shared
     for column in shared(waits):
         loaded_s = weight_bytes(QWEN_7B) / column.tp / PLACE.classes[column.offer].accelerator.host_bytes_per_s
         assert column.blocking_s["wide"] == pytest.approx(0.2 + loaded_s + idle_s(column))
+
+
+def test_spot_nodes_generate_less_and_stop_the_gangs_that_they_are_part_of():
+    def problem_with(reclaims_per_h):
+        wide = replace(PLACE.classes["wide"], reclaims_per_h=reclaims_per_h, restart_s=600.0)
+        return problem_of(replace(PLACE, classes={**PLACE.classes, "wide": wide}), work())
+
+    safe, spot = problem_with(0.0), problem_with(0.5)
+    rates = {column.name: column.tokens_per_s for column in safe.rollout}
+    steps = {gang.name: gang.step_s for gang in safe.gangs}
+    for column in spot.rollout:
+        least = 0.0 if column.offer == "fast" else 0.5 * 600 / 3600
+        assert rates[column.name] / column.tokens_per_s - 1 >= least - 1e-12
+        assert column.offer == "wide" or rates[column.name] == column.tokens_per_s
+    for gang in spot.gangs:
+        if gang.name in steps:
+            often = 0.5 * gang.nodes.get("wide", 0) / 3600
+            before_s = steps[gang.name]
+            assert gang.step_s == pytest.approx(before_s * (1 + often * (600 + before_s / 2)))
+    whole = fastest(safe).solution.tau_s
+    assert fastest(spot).solution.tau_s > whole

@@ -108,7 +108,7 @@ def test_prefill_and_link_are_lines_with_an_intercept():
         Measurement(
             "prefill",
             "card",
-            0.004 + prefill_s(prefill_flop(MODEL, tokens, tokens**2), CARD, TRUE, 1),
+            0.004 + prefill_s(prefill_flop(MODEL, tokens, tokens**2), MODEL, CARD, TRUE, 1),
             tokens=tokens,
             sum_square_tokens=tokens**2,
         )

@@ -17,7 +17,7 @@ from itertools import combinations, product
 import numpy as np
 
 from offbeat.errors import UserError
-from offbeat.planner.columns.replicas import tensor_parallels
+from offbeat.planner.columns.replicas import tensor_parallels, up_share
 from offbeat.planner.cost.constants import Constants, Efficiencies
 from offbeat.planner.cost.memory import kept_bytes, training_bytes, usable_bytes
 from offbeat.planner.cost.sync_time import publish_s
@@ -313,6 +313,7 @@ def _mixed_gang(parts: Parts, how: str, step_s: float, workload: Workload, **sha
     class with more cards publishes the weights, because it has more links."""
     root = max(parts, key=lambda part: part[0].machines.per_node * part[1])[0].machines
     label = " + ".join(f"{part.machines.name} x{nodes}" for part, nodes in parts)
+    step_s = _interrupted(step_s, [(part.machines, nodes) for part, nodes in parts])
     return Gang(
         name=f"{label} {how} tp{shape['tp']} dp{shape['dp']}" + ("" if shape["zero"] == 1 else f" zero{shape['zero']}"),
         nodes={part.machines.name: nodes for part, nodes in parts},
@@ -321,6 +322,12 @@ def _mixed_gang(parts: Parts, how: str, step_s: float, workload: Workload, **sha
         publish_s=publish_s(workload, root),
         **shape,  # type: ignore[arg-type]
     )
+
+
+def _interrupted(step_s: float, nodes: Sequence[tuple[MachineClass, int]]) -> float:
+    """Mean seconds of a step if the provider takes nodes back: a lost node stops the whole gang until it is replaced, and
+    half a step, on average, is trained again."""
+    return step_s * sum(1 / up_share(machines, num, step_s / 2) - 1 for machines, num in nodes) + step_s
 
 
 def from_the_other(gang: Gang, inventory: Inventory, workload: Workload) -> Gang:
@@ -456,6 +463,7 @@ def _alone_on(
                 if link is not None and pp > 1:
                     share = crossing_share(machines.per_node // tp, pp, dp, link.is_shared)
                     step_s = max(step_s, boundary_s(workload, link.bytes_per_s, 1) * share)
+                step_s = _interrupted(step_s, [(machines, num_nodes)])
                 size = f"{num_cards} cards" if is_part else f"x{num_nodes}"
                 name, nodes = f"{root} {size} tp{tp} pp{pp} dp{dp}", {root: num_nodes}
                 name += "" if zero == 1 else f" zero{zero}"

@@ -136,6 +136,8 @@ def rollout_column(
     new_prompt_s = prompt_s(workload, card, figures, tp)
     tokens_per_s = workload.answer.mean / (workload.answer.mean * step_s / busy_rows + new_prompt_s)
     token_s = busy_rows / tokens_per_s
+    # A node that is taken back generates nothing until it is replaced, and its answers, half done on average, begin anew.
+    tokens_per_s *= up_share(machines, 1, token_s * workload.answer.mean / 2)
     spare = spare_bytes(workload, card, figures, tp, rows)
     blocking_s = swap_s(workload, card, figures, tp, spare)
     if workload.bound:
@@ -153,6 +155,12 @@ def rollout_column(
         blocking_s=dict.fromkeys(roots, blocking_s),
         kv=str(workload.kv),
     )
+
+
+def up_share(machines: MachineClass, num_nodes: int, lost_s: float) -> float:
+    """Share of the time that work on `num_nodes` nodes goes on although the provider takes nodes back (spot machines).
+    `lost_s` is the work in seconds that is lost with a node."""
+    return 1 / (1 + num_nodes * machines.reclaims_per_h * (machines.restart_s + lost_s) / 3600)
 
 
 def undominated(columns: Sequence[RolloutColumn]) -> list[RolloutColumn]:

@@ -24,7 +24,7 @@ from scipy.optimize import nnls
 from offbeat.errors import UserError
 from offbeat.files import write_atomic
 from offbeat.planner.cost.constants import Constants, Efficiencies, FigureSource, HeldOut
-from offbeat.planner.cost.rollout_time import prefill_flop
+from offbeat.planner.cost.rollout_time import matmul_flops, prefill_flop
 from offbeat.planner.cost.sizes import touched_parameters
 from offbeat.planner.inputs import hardware
 from offbeat.planner.inputs.hardware import GIGA, TERA, Accelerator
@@ -263,7 +263,7 @@ def _fit_decode(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
         table = []
         for one in rows:
             read_s = touched_parameters(model, one.rows) * model.bytes_per_weight / (one.tp * card.memory_bytes_per_s)
-            compute_s = 2 * active_matmul_parameters(model) * one.rows / (one.tp * card.flops)
+            compute_s = 2 * active_matmul_parameters(model) * one.rows / (one.tp * matmul_flops(model, card))
             kv_bytes = one.rows * one.context * kv_bytes_per_token(model) / min(one.tp, model.num_kv_heads)
             table.append((1.0, one.rows, max(compute_s / ridge, read_s), kv_bytes / card.memory_bytes_per_s))
         return np.array(table)
@@ -314,7 +314,7 @@ def _fit_overhead(rows: Rows, terms: Terms, folds: Sequence[tuple[Rows, Rows]]) 
 def _fit_prefill(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
     def terms(rows: Rows, _: float) -> np.ndarray:
         flop = [prefill_flop(model, one.tokens, one.sum_square_tokens) / one.tp for one in rows]
-        return np.array([(1.0, one / card.flops) for one in flop])
+        return np.array([(1.0, one / matmul_flops(model, card)) for one in flop])
 
     folds = _folds(rows, "tokens", card)
     _, slope = _solve(rows, terms).weights

@@ -16,10 +16,17 @@ from offbeat.planner.inputs.workload import KvPolicy, ModelShape, Workload
 ACTIVATION_BYTES = 2
 
 
+def matmul_flops(model: ModelShape, card: Accelerator) -> float:
+    """Peak FLOP/s of an engine's matmuls: those in 8-bit floats if the weights are such and the card has them."""
+    return card.fp8_flops if model.bytes_per_weight == 1 and card.fp8_flops else card.flops
+
+
 def matmul_s(model: ModelShape, card: Accelerator, figures: Efficiencies, tp: int, rows: float) -> float:
     """Seconds of a decode step's matmuls: the time to compute or the time to read the weights, whichever is longer. A
     weight is read only if at least one of the `rows` running answers uses it."""
-    compute_s = 2 * active_matmul_parameters(model) * rows / (tp * card.flops * figures.gemm_share)
+    compute_s = 2 * active_matmul_parameters(model) * rows / (
+        tp * matmul_flops(model, card) * figures.gemm_share
+    )
     read_bytes = touched_parameters(model, rows) * model.bytes_per_weight
     return max(compute_s, read_bytes / (tp * card.memory_bytes_per_s * figures.weight_read_share))
 
@@ -62,21 +69,22 @@ def prefill_flop(model: ModelShape, tokens: float, sum_square_tokens: float) -> 
     return 2 * active_body_parameters(model) * tokens + attention
 
 
-def prefill_s(flop: float, card: Accelerator, figures: Efficiencies, tp: int) -> float:
-    return flop / (tp * card.flops * figures.prefill_share)
+def prefill_s(flop: float, model: ModelShape, card: Accelerator, figures: Efficiencies, tp: int) -> float:
+    return flop / (tp * matmul_flops(model, card) * figures.prefill_share)
 
 
 def prompt_s(workload: Workload, card: Accelerator, figures: Efficiencies, tp: int) -> float:
     """Prefill time of a prompt, divided by the number of its answers, because the prompt is prefilled once for all of
     them."""
     flop = prefill_flop(workload.model, workload.prompt.mean, workload.prompt.mean_square)
-    return prefill_s(flop, card, figures, tp) / workload.group_size
+    return prefill_s(flop, workload.model, card, figures, tp) / workload.group_size
 
 
 def refill_s(workload: Workload, card: Accelerator, figures: Efficiencies, tp: int, rows: float) -> float:
     """Time to prefill all `rows` running answers of a replica again after a new version."""
     context = mean_context_tokens(workload)
-    return prefill_s(prefill_flop(workload.model, rows * context, rows * context**2), card, figures, tp)
+    flop = prefill_flop(workload.model, rows * context, rows * context**2)
+    return prefill_s(flop, workload.model, card, figures, tp)
 
 
 def drain_s(workload: Workload, token_s: float) -> float:

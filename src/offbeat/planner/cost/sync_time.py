@@ -85,5 +85,5 @@ def wake_s(workload: Workload, card: Accelerator, figures: Efficiencies, tp: int
 
 def publish_s(workload: Workload, root: MachineClass) -> float:
     """Time that publishing adds to a training step: the cards of one node copy the new weights to host memory."""
-    share = trained_parameters(workload) / num_parameters(workload.model)
-    return share * weight_bytes(workload.model) / (root.per_node * root.accelerator.host_bytes_per_s)
+    num_bytes = trained_parameters(workload) * workload.bytes_per_trained_weight
+    return num_bytes / (root.per_node * root.accelerator.host_bytes_per_s)

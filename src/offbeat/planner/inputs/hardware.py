@@ -33,6 +33,8 @@ class Accelerator:
     """One-way rate to its neighbours inside a node."""
     host_bytes_per_s: float
     """One-way rate to the host's memory."""
+    fp8_flops: float | None = None
+    """Peak dense FLOP per second in 8-bit floats; None: the card has none, and computes such weights in bf16."""
     price_per_h: float | None = None
     """Indicative price; a class may have its own. None: no public price."""
     source: str = "given"
@@ -54,6 +56,10 @@ class MachineClass:
     is_owned: bool = False
     has_catalogue_price: bool = False
     """Whether the price is the catalogue's, because the user gave none."""
+    reclaims_per_h: float = 0.0
+    """How often in an hour the provider takes a node back (spot machines)."""
+    restart_s: float = 300.0
+    """Seconds from a node's loss until another one works in its place."""
 
     @property
     def node_price_per_h(self) -> float:
@@ -216,6 +222,7 @@ def _entry(name: str, table: Mapping[str, Any]) -> Entry:
         memory_bytes_per_s=table["bandwidth_tb_s"] * TERA,
         link_bytes_per_s=table["link_gb_s"] * GIGA,
         host_bytes_per_s=table["host_gb_s"] * GIGA,
+        fp8_flops=table["fp8_tflops"] * TERA if "fp8_tflops" in table else None,
         price_per_h=None if low is None else round(math.sqrt(low * high), 2),
         source=table["source"],
     )

@@ -48,6 +48,7 @@ class ModelShape:
     """In a model with experts, the number of first layers without experts; these have width `dense_ffn`."""
     dense_ffn: int = 0
     bytes_per_weight: int = 2
+    """Bytes of a weight in an engine; 1: 8-bit floats, with which cards that have them compute, too."""
     bytes_per_kv: int = 2
 
 
@@ -108,6 +109,11 @@ class Workload:
     Offbeat's own trainer runs: one class, and copies of the model that share its state (ZeRO 2 or 3)."""
     assumptions: tuple[str, ...] = ()
     """Assumptions behind the workload, one sentence each."""
+
+    @property
+    def bytes_per_trained_weight(self) -> int:
+        """Bytes of a weight in the trainer and in a version; engines make 8-bit weights of it when they load it."""
+        return max(2, self.model.bytes_per_weight)
 
     @property
     def shares_nodes(self) -> bool:
