@@ -66,7 +66,7 @@ def contest(case: Case) -> Outcome | None:
     """Returns the outcome of a case; None if no reading of Algorithm 1 finds a plan to compare with."""
     started_s = time.monotonic()
     problem = ours.problem(case.inventory, case.workload)
-    mine = ours.answer(problem)
+    mine = ours.answer(problem, case.inventory, case.workload)
     plan_s = time.monotonic() - started_s
     assert mine is not None, f"{case.name}: no plan"
     assert mine.gap is not None

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.planner_contest.judge import decode, train
 from benchmarks.planner_contest.judge.plan import Card, Figures, Gang, Plan, Replicas, Sync
-from benchmarks.planner_contest.judge.score import quantiles, score, update_s
+from benchmarks.planner_contest.judge.score import quantiles, relay_bytes_per_s, score, update_s
 from benchmarks.planner_contest.judge.shape import all_parameters, kv_bytes, touched_parameters, weight_bytes
 from offbeat.planner.inputs.hardware import Accelerator, Inventory, Link, MachineClass
 from offbeat.planner.inputs.workload import KvPolicy, LengthStatistics, ModelShape, Workload
@@ -97,7 +97,26 @@ def test_a_stage_that_splits_its_layers_wider_adds_its_gradients_over_more_nodes
     instant = Figures({name: Card(mfu=1e9) for name in ("H800", "H20")}, exposed_tp=0.0)
     stage_bytes = all_parameters(QWEN_7B) * 2 * 8 / 28
     within_s, between_s = 2 * stage_bytes / 4 * 1 / 2 / 450e9, 2 * stage_bytes * 1 / 2 / 5e9
-    assert train.step_s(CLUSTER, WORK, gang, instant) == pytest.approx((within_s + between_s) / 0.7 * 0.5)
+    near = replace(CLUSTER, links={**CLUSTER.links, frozenset(["h800", "h20"]): Link(1e18)})
+    assert train.step_s(near, WORK, gang, instant) == pytest.approx((within_s + between_s) / 0.7 * 0.5)
+
+
+def test_what_passes_between_stages_takes_its_time_on_the_busiest_link():
+    instant = Figures({name: Card(mfu=1e9) for name in ("H800", "H20")}, exposed_tp=0.0, exposed_dp=0.0)
+    moved = 2 * 2 * WORK.trained_tokens_per_step * QWEN_7B.hidden
+    crossing = Gang({"h800": 2, "h20": 2}, 2, 2, 8, layers=(20, 8))
+    assert train.step_s(CLUSTER, WORK, crossing, instant) == pytest.approx(moved / 1.5e9 / 2)
+    one_class = Gang({"h20": 2}, 8, 2, 1)  # a stage on each node
+    assert train.step_s(CLUSTER, WORK, one_class, instant) == pytest.approx(moved / 5e9)
+    one_node = Gang({"h20": 1}, 4, 2, 1)
+    assert train.crossing_s(CLUSTER, WORK, one_node) == 0.0
+
+
+def test_a_node_that_sends_a_version_to_two_divides_its_port():
+    alone = Plan(Gang({"h800": 1}, 1, 1, 8), (Replicas("h20", 1, 64, 8),))
+    both = replace(alone, replicas=(*alone.replicas, Replicas("h800", 1, 64, 8)))
+    assert relay_bytes_per_s(CLUSTER, alone)["h20"] == 1.5e9
+    assert relay_bytes_per_s(CLUSTER, both)["h20"] == 0.75e9
 
 
 def test_generation_that_is_too_slow_sets_the_period():

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from doc_reader import ROOT, Reader, blocks, commands
+from openai_server import PacedServer, serving
 
 from offbeat.planner.inputs.inventory import load_inventory
 from offbeat.planner.inputs.workload_file import load_workload
@@ -52,6 +53,14 @@ def test_the_commands_that_measure_fit_and_plan_work_one_after_the_other(reader:
     fitted = reader.succeed(*fit[1:])
     assert all(f"  {word}  " in fitted for word in ("fitted", "held out", "default"))
     assert reader.succeed(*plan[1:]).splitlines()[0] == blocks(PAGE, "")[0].splitlines()[0]
+
+
+def test_a_running_server_is_measured_by_the_command_on_the_page(reader: Reader):
+    (swept,) = (words for line in commands(PAGE) if "--engine" in (words := shlex.split(line)))
+    with serving(PacedServer(lambda rows, context: 0.001 * (1 + rows))) as url:
+        words = [url if word.startswith("http") else word for word in swept[1:]]
+        assert "fit them with" in reader.succeed(*words, "--rows", "1,2,4", "--contexts", "64")
+    assert (reader.folder / "swept.jsonl").exists()
 
 
 @pytest.mark.full

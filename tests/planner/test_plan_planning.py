@@ -204,8 +204,11 @@ def test_the_error_of_the_cost_model_is_known_only_when_every_card_was_measured(
     whole = plan(HEX, SEVEN, constants=Constants(errors={**errors, "h800-hex.decode": HeldOut(0.03, 0.1, 0.2, 9)}))
     assert whole.certificate.held_out_error == 0.08
     assert "off by 8.0% on held-out" in text.format_plan(whole)
-    assert f" {whole.step.tokens_per_s:,.0f} tokens/s, " in text.sentence(whole)
-    assert f" ≈{round(half.step.tokens_per_s, -3):,.0f} tokens/s, " in text.sentence(half)
+    assert f" {whole.step.tokens_per_s:,.0f} tokens/s (±8%), " in text.sentence(whole)
+    assert [pool.rate_error for pool in whole.rollout if pool.offer == "h20"] == [0.06] * len(whole.rollout)
+    assert "± 6%" in text.format_plan(whole)
+    assert "÷× 1.5" in text.format_plan(whole), "training on h800 was never measured"
+    assert f" ≈{round(half.step.tokens_per_s, -3):,.0f} tokens/s (" in text.sentence(half)
 
 
 @pytest.mark.parametrize("bound", [0, 1, 2, 4, 8])

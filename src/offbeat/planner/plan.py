@@ -55,6 +55,9 @@ class Training:
     """Cards of each tensor-parallel group, by pipeline stage, in the order of the stage's gradient ring."""
     price_per_million_tokens: float
     why: str
+    rate_error: float | None = None
+    """Mean relative error of the cost model on held-out training steps, on the worst of the gang's accelerators; None if
+    one of them was never measured."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,8 @@ class Pool:
     why: str
     shares_gang: bool = False
     """Whether the pool runs on the gang's nodes."""
+    rate_error: float | None = None
+    """Mean relative error of the cost model on held-out decode steps on this accelerator; None: never measured."""
     beside: bool = False
     """Whether it runs on cards of these nodes that do not train. Otherwise it generates while they do not train."""
 

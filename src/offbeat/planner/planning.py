@@ -10,7 +10,7 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -363,8 +363,14 @@ def compose(
             price_lo_per_h=None if throughput is None else least,
             price_per_million_tokens=explain.price_per_million(price_per_h, tokens_per_s),
         ),
-        training=_training(problem, gang, placing, tokens_per_s, by_price=throughput is not None),
-        rollout=_pools(problem, gang, solution, placing.places),
+        training=dataclasses.replace(
+            _training(problem, gang, placing, tokens_per_s, by_price=throughput is not None),
+            rate_error=_rate_error(inventory, constants, gang.nodes, "train"),
+        ),
+        rollout=tuple(
+            dataclasses.replace(pool, rate_error=_rate_error(inventory, constants, [pool.offer], "decode"))
+            for pool in _pools(problem, gang, solution, placing.places)
+        ),
         sync=Sync(tree.root, update_bytes(workload), tree.hops, CHUNK_BYTES, tree.seconds, tree.lower_bound_s),
         staleness=_staleness(workload, problem, solution),
         placement=_placement(placing, gang, solution, certificate.tau_lo_s if throughput is None else None),
@@ -392,6 +398,14 @@ def held_out_error(inventory: Inventory, constants: Constants) -> float | None:
             return None
         errors += known
     return max(errors)
+
+
+def _rate_error(inventory: Inventory, constants: Constants, classes: Iterable[str], kind: str) -> float | None:
+    """Largest mean relative error on held-out measurements of a kind, over these classes; None if one was never
+    measured."""
+    cards = [inventory.classes[name].accelerator.name for name in classes]
+    errors = [constants.errors.get(f"{card}.{kind}") for card in cards]
+    return None if None in errors else max(error.mean for error in errors if error is not None)
 
 
 def _common(column: Gang | RolloutColumn, record: type[Training | Pool]) -> dict[str, Any]:

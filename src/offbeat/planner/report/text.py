@@ -69,7 +69,7 @@ def sentence(plan: Plan) -> str:
     each = f", {step.price_per_million_tokens:,.3g} $ per million tokens" if step.price_per_h else ""
     return (
         f"{_and(parts)[:1].upper()}{_and(parts)[1:]} {cost}: {plan.model} generates and trains "
-        f"{_rate(plan, step.tokens_per_s)} tokens/s{each}, a step every {step.tau_s:,.3g} s; {plan.limit}."
+        f"{_rate(plan, step.tokens_per_s)} tokens/s ({_range(plan, step.tokens_per_s)}){each}, a step every {step.tau_s:,.3g} s; {plan.limit}."
     )
 
 
@@ -89,6 +89,20 @@ def _rate(plan: Plan, tokens_per_s: float) -> str:
     return f"≈{float(f'{tokens_per_s:.1e}'):,.0f}"
 
 
+def _range(plan: Plan, tokens_per_s: float) -> str:
+    """How far a rate of the whole plan may be off, in words."""
+    error = plan.certificate.held_out_error
+    if error is not None:
+        return f"±{error:.0%}"
+    low, high = (float(f"{rate:.1e}") for rate in (tokens_per_s / UNFITTED_ERROR, tokens_per_s * UNFITTED_ERROR))
+    return f"{low:,.0f} to {high:,.0f}"
+
+
+def _with_error(rate: str, error: float | None) -> str:
+    """A rate of the table, with how far it may be off below it."""
+    return f"{rate}\n" + (f"÷× {UNFITTED_ERROR:g}" if error is None else f"± {error:.0%}")
+
+
 def _and(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
@@ -101,13 +115,14 @@ def _table(plan: Plan, width: int) -> str:
     train = plan.training
     on = ", ".join(f"{num} x {name}" for name, num in train.nodes.items())
     price = _price(train.price_per_million_tokens)
-    table.add_row("trains", on, _gang_shape(train), _rate(plan, plan.step.tokens_per_s), price, train.why)
+    trained = _with_error(_rate(plan, plan.step.tokens_per_s), train.rate_error)
+    table.add_row("trains", on, _gang_shape(train), trained, price, train.why)
     for pool in plan.rollout:
         how = ", same node" if pool.beside else ", in turn" if pool.shares_gang else ""
         on = f"{pool.offer}{how}"
         shape = f"{pool.num_replicas} x tp{pool.tp}, {pool.concurrency} in flight each"
         price = _price(pool.price_per_million_tokens)
-        table.add_row("generates", on, shape, _net(plan, pool), price, pool.why)
+        table.add_row("generates", on, shape, _with_error(_net(plan, pool), pool.rate_error), price, pool.why)
     drawn = io.StringIO()
     Console(file=drawn, width=width, highlight=False, color_system=None, markup=False).print(table)
     return "\n".join(line.rstrip() for line in drawn.getvalue().splitlines() if line.strip())
@@ -145,7 +160,7 @@ def _facts(plan: Plan) -> list[str]:
         among = (
             f"over every shape that the cost model knows, in steps of 2 % of answers in flight ({proof.num_shapes:,})"
         )
-    error = f"not fitted, so rates (≈) may be wrong by a factor of about {UNFITTED_ERROR:g}"
+    error = f"not fitted, so rates (≈) may be wrong by a factor of about {UNFITTED_ERROR:g} (÷×)"
     if proof.held_out_error is not None:
         error = f"off by {proof.held_out_error:.1%} on held-out measurements"
     cap = f"{age.in_flight:,} of {age.in_flight_cap:,} trajectories in flight"

@@ -159,15 +159,17 @@ def far_s(view: View) -> float:
 
 
 def fastest_counts(
-    search: Search, cap: int | None, below_s: float = math.inf
+    search: Search, cap: int | None, below_s: float = math.inf, best: ColumnCounts | None = None
 ) -> tuple[Status, ColumnCounts | None, float, Floats]:
     """Searches for the fastest plan for at most `cap` (millionths of $/h; None: any price), with a period below
-    `below_s`. Returns the status, the plan, its period, and for each training gang a lower bound on the period of its
+    `below_s`; `best` is a plan that was found earlier, if any. Returns the status, the plan, its period, and for each training gang a lower bound on the period of its
     plans, or a period from `below_s` on."""
     view = search.view
     every = np.arange(len(view.gangs))
     low, top = view.period.astype(float), far_s(view)
-    high, best = min(top * (1 + search.gap), below_s * (1 + search.gap)), None
+    high = min(top * (1 + search.gap), below_s * (1 + search.gap))
+    if best is not None:
+        high = shortest_s(view, best, top)
     is_tight, is_whole, is_guessed, given_up = np.zeros((4, len(every)), dtype=bool)
     while True:
         promising = np.flatnonzero((low * (1 + search.gap) < high) & ~given_up & (low <= top))
@@ -182,7 +184,8 @@ def fastest_counts(
                 raised = bounds.shortest_periods(view, prices, cap, every[promising], low[promising], top * 2)
                 low[promising] = np.maximum(low[promising], raised)
                 search.pool.append(prices)
-            is_tight[gang] = low[gang] <= before * (1 + TIGHT)
+            # Steps below the gap lead nowhere: relaxations with whole nodes make larger ones.
+            is_tight[gang] = low[gang] <= before * (1 + search.gap)
             continue
         under_s = min(high / (1 + search.gap), top)
         if search.is_late and best is not None:
@@ -272,11 +275,11 @@ def _improve(search: Search, gang: int, cap: int | None, low_s: float, tau_s: fl
 
 
 def cheapest_counts(
-    search: Search, tau_s: float, cap: int | None, best: ColumnCounts | None
+    search: Search, tau_s: float, cap: int | None, best: ColumnCounts | None, *, any_will_do: bool = False
 ) -> tuple[ColumnCounts | None, float]:
     """Returns the cheapest plan at this period for at most `cap` (None: any price), and a lower bound on the price. The
     bound is infinite if it is proven that there is no plan. Prices are in millionths of $/h. `best` is a plan that was
-    found earlier, if any."""
+    found earlier, if any. With `any_will_do`, the first plan found is returned."""
     view = search.view
     fast = np.flatnonzero(view.period <= tau_s)
     least = np.full(len(view.gangs), np.inf)
@@ -287,7 +290,7 @@ def cheapest_counts(
         if best is not None:
             below = min(below, view.price(best) / (1 + search.gap))
         open_gangs = fast[(least[fast] < below) & ~given_up[fast]]
-        if not len(open_gangs) or (search.is_late and best is not None):
+        if not len(open_gangs) or (best is not None and (search.is_late or any_will_do)):
             break
         gang = int(open_gangs[np.argmin(least[open_gangs])])
         if not is_tight[gang]:
@@ -456,7 +459,14 @@ def find(
         return Found(Search(view_of(problem), gap, solver), Status.INFEASIBLE, None, math.inf, math.inf)
     search = Search(view_of(problem), gap, solver, until_s=until_s)
     cap = None if budget is None else micros(budget)
-    status, counts, tau_s, low = fastest_counts(search, cap, below_s)
+    some = None
+    if cap is not None and math.isinf(below_s):  # with so little money that nothing can be had, no period is long enough
+        some, least = cheapest_counts(search, far_s(search.view), cap, None, any_will_do=True)
+        if some is None and math.isinf(least):
+            return Found(search, Status.INFEASIBLE, None, math.inf, math.inf)
+        search.pool.clear()
+        search.last.clear()
+    status, counts, tau_s, low = fastest_counts(search, cap, below_s, some)
     tau_lo_s = float(low.min(initial=math.inf))
     return Found(search, status, counts, tau_s, min(tau_lo_s, below_s if counts is None else tau_s))
 
