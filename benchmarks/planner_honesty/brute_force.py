@@ -2,7 +2,8 @@
 flight.
 
 It shares the planner's cost model, but neither its columns, nor its solver, nor its bounds. Lags are those of the sync
-tree on the nodes in question, and pipelines pay for every boundary, so what it finds can really be placed. Replicas of
+tree on the nodes in question, and pipelines pay for every boundary, so what it finds can really be placed. Nodes are
+rented to generate, not only to relay versions to others. Replicas of
 one class have one degree of tensor parallelism and numbers of rows that differ by at most one, which is a subset of all
 plans.
 """
@@ -237,6 +238,8 @@ class Counter:
             own = self._tokens(
                 trainer, name, num, shares, (lags.home_s if shares else lags.rented_s).get(name, 0.0), tau_s
             )
+            if not shares:
+                own = np.where((np.arange(len(own)) < num) | (own <= 0), -np.inf, own)  # every rented node generates
             best = own if not best.any() else _joined(best, own)
         return bool(best[-1] >= self.workload.generated_tokens_per_step * (1 + 1e-9))
 

@@ -147,6 +147,14 @@ def test_gains_of_larger_bounds_are_near_those_that_areal_published():
     assert all(0.8 <= ratio <= 1.2 for ratio in ratios(found).values())
 
 
+def test_a_budget_that_just_buys_something_is_answered_with_a_proven_plan():
+    started_s = time.process_time()
+    found = plan(HEX, dataclasses.replace(SEVEN, any_trainer=False), budget=50.29)
+    assert found.step.price_per_h <= 50.29
+    assert found.certificate.gap <= 0.01
+    assert time.process_time() - started_s < 10  # of processor time, with room for a slow machine
+
+
 @pytest.mark.parametrize("budget", [5.0, 14.0])
 def test_a_budget_that_buys_too_little_is_answered_in_seconds(budget):
     started_s = time.process_time()
