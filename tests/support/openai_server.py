@@ -1,4 +1,5 @@
-"""A server with the part of OpenAI's API that `offbeat calibrate --engine` calls, whose decode steps take a set time."""
+"""A server with the part of OpenAI's API that `offbeat calibrate --engine` calls, whose decode steps take a set
+time."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_a_sweep_of_a_server_finds_the_seconds_of_its_steps_and_can_be_fitted(ca
 def test_cells_that_the_server_cannot_hold_are_left_out(capsys):
     with serving(PacedServer(lambda rows, context: 0.002, num_slots=4, max_context_tokens=300)) as url:
         assert calibrate(url, "--rows", "1,2,4,16", "--contexts", "64,128,1024") == 0
-    lines = [json.loads(line) for line in open("swept.jsonl")]
+    lines = [json.loads(line) for line in Path("swept.jsonl").read_text().splitlines()]
     assert {(line["rows"], line["context"] < 200) for line in lines if line["kind"] == "decode"} == {
         (1, True), (2, True), (4, True)
     }  # fmt: skip

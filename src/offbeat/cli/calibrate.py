@@ -64,7 +64,9 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def _check_words(arguments: argparse.Namespace) -> None:
     if arguments.measure and arguments.engine:
-        raise UserError("give either --measure or --engine, not both; the first measures this machine, without a server")
+        raise UserError(
+            "give either --measure or --engine, not both; the first measures this machine, without a server"
+        )
     is_measuring = bool(arguments.measure or arguments.engine)
     if is_measuring and arguments.measurements:
         word = "--measure" if arguments.measure else "--engine"
@@ -84,7 +86,9 @@ def _check_words(arguments: argparse.Namespace) -> None:
     for name in MEASURING_ALONE:
         value, word = getattr(arguments, name), f"--{name.replace('_', '-')}"
         if value and not is_measuring:
-            raise UserError(f"{word} goes only with --measure or --engine; a file of measurements already describes its machine")
+            raise UserError(
+                f"{word} goes only with --measure or --engine; a file of measurements already describes its machine"
+            )
         if isinstance(value, float) and not 0 < value < float("inf"):
             raise UserError(f"{word} is {value:g}; it must be a finite number above 0")
     if not Path(arguments.out).parent.is_dir():

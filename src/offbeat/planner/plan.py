@@ -56,8 +56,8 @@ class Training:
     price_per_million_tokens: float
     why: str
     rate_error: float | None = None
-    """Mean relative error of the cost model on held-out training steps, on the worst of the gang's accelerators; None if
-    one of them was never measured."""
+    """Mean relative error of the cost model on held-out training steps, on the worst of the gang's accelerators; None
+    if one of them was never measured."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Times a running engine's server for calibration: decode steps over numbers of answers and contexts, and prefill.
 
-The server needs OpenAI's `/v1/completions` with token ids as a prompt, as vLLM and SGLang have it. A decode step is timed
-while all answers of a cell run: from the moment when the last of them has its first token to the moment when the first
-of them ends. Prefill is the time to the first token of one prompt. Cells that the server cannot hold are left out.
+The server needs OpenAI's `/v1/completions` with token ids as a prompt, as vLLM and SGLang have it. A decode step is
+timed while all answers of a cell run: from the moment when the last of them has its first token to the moment when the
+first of them ends. Prefill is the time to the first token of one prompt. Cells that the server cannot hold are left
+out.
 """
 
 from __future__ import annotations
@@ -119,8 +120,8 @@ def measure_server(
     contexts: Sequence[int] = CONTEXTS,
     tell: Told = print,
 ) -> list[Measurement]:
-    """Times the server at `url` on accelerators called `name`, `tp` for each replica. `vocab` is the number of tokens of
-    its model. `tell` takes a line for each cell."""
+    """Times the server at `url` on accelerators called `name`, `tp` for each replica. `vocab` is the number of tokens
+    of its model. `tell` takes a line for each cell."""
     return asyncio.run(_measure(url, name, vocab, tp, rows, contexts, tell))
 
 
@@ -152,9 +153,7 @@ async def _measure(
             if longest is None or length < longest:
                 seconds = min([await client.prefill_s(length) for _ in range(ROUNDS)])
                 tell(f"a prompt of {length:,} tokens: {seconds * 1e3:.1f} ms")
-                found.append(
-                    Measurement("prefill", name, seconds, tokens=length, sum_square_tokens=length**2, tp=tp)
-                )
+                found.append(Measurement("prefill", name, seconds, tokens=length, sum_square_tokens=length**2, tp=tp))
         return found
     except (ServerAway, ServerRefused) as error:
         raise UserError(_remedy(str(error), error)) from None

@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from plan_instances import at_home, drawn, golden
 
 from offbeat.planner.solve.bounds import Multipliers
-from offbeat.planner.solve.check import _age_rows, _best_in_turn, _Floats, _ladders, _lost_s, _memory_rows, check, unproven
+from offbeat.planner.solve.check import (
+    _age_rows,
+    _best_in_turn,
+    _Floats,
+    _ladders,
+    _lost_s,
+    _memory_rows,
+    check,
+    unproven,
+)
 from offbeat.planner.solve.search import cheapest, fastest
 
 

@@ -152,9 +152,7 @@ def test_few_shapes_stand_for_hundreds():
     tokens = view.tokens(60.0, np.array([0]))[0]
     for j in range(len(view.columns)):
         mine = [i for i in few if view.group[i] == view.group[j]]
-        most = np.interp(
-            view.concurrency[j], [0, *view.concurrency[mine]], [0, *(factor * tokens[i] for i in mine)]
-        )
+        most = np.interp(view.concurrency[j], [0, *view.concurrency[mine]], [0, *(factor * tokens[i] for i in mine)])
         assert tokens[j] <= most * (1 + 1e-12)
 
 

@@ -325,8 +325,8 @@ def _mixed_gang(parts: Parts, how: str, step_s: float, workload: Workload, **sha
 
 
 def _interrupted(step_s: float, nodes: Sequence[tuple[MachineClass, int]]) -> float:
-    """Mean seconds of a step if the provider takes nodes back: a lost node stops the whole gang until it is replaced, and
-    half a step, on average, is trained again."""
+    """Mean seconds of a step if the provider takes nodes back: a lost node stops the whole gang until it is replaced,
+    and half a step, on average, is trained again."""
     return step_s * sum(1 / up_share(machines, num, step_s / 2) - 1 for machines, num in nodes) + step_s
 
 

@@ -136,7 +136,8 @@ def rollout_column(
     new_prompt_s = prompt_s(workload, card, figures, tp)
     tokens_per_s = workload.answer.mean / (workload.answer.mean * step_s / busy_rows + new_prompt_s)
     token_s = busy_rows / tokens_per_s
-    # A node that is taken back generates nothing until it is replaced, and its answers, half done on average, begin anew.
+    # A node that is taken back generates nothing until it is replaced, and its answers, half done on average, begin
+    # anew.
     tokens_per_s *= up_share(machines, 1, token_s * workload.answer.mean / 2)
     spare = spare_bytes(workload, card, figures, tp, rows)
     blocking_s = swap_s(workload, card, figures, tp, spare)

@@ -277,8 +277,8 @@ def _fit_decode(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
         return _fit_overhead(rows, terms, folds)
     floor = DECODE_FLOOR
     solution = _solve(rows, terms, RIDGES, floor)
-    # At one context, keys and values grow with the rows as the host's overhead does; and where the host is slow, contexts
-    # may make no difference that shows. Then the share of reading them stays the default.
+    # At one context, keys and values grow with the rows as the host's overhead does; and where the host is slow,
+    # contexts may make no difference that shows. Then the share of reading them stays the default.
     has_contexts = has_contexts and not (solution.weights[3] == 0 and could_read)
     if not has_contexts:
         floor = (*DECODE_FLOOR[:3], 1 / Efficiencies().kv_read_share)

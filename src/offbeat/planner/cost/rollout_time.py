@@ -24,9 +24,7 @@ def matmul_flops(model: ModelShape, card: Accelerator) -> float:
 def matmul_s(model: ModelShape, card: Accelerator, figures: Efficiencies, tp: int, rows: float) -> float:
     """Seconds of a decode step's matmuls: the time to compute or the time to read the weights, whichever is longer. A
     weight is read only if at least one of the `rows` running answers uses it."""
-    compute_s = 2 * active_matmul_parameters(model) * rows / (
-        tp * matmul_flops(model, card) * figures.gemm_share
-    )
+    compute_s = 2 * active_matmul_parameters(model) * rows / (tp * matmul_flops(model, card) * figures.gemm_share)
     read_bytes = touched_parameters(model, rows) * model.bytes_per_weight
     return max(compute_s, read_bytes / (tp * card.memory_bytes_per_s * figures.weight_read_share))
 

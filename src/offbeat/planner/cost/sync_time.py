@@ -12,7 +12,7 @@ import math
 from offbeat.planner.cost.constants import Efficiencies
 from offbeat.planner.cost.sizes import trained_parameters, update_bytes
 from offbeat.planner.inputs.hardware import Accelerator, Inventory, Link, MachineClass
-from offbeat.planner.inputs.model_shapes import num_parameters, weight_bytes
+from offbeat.planner.inputs.model_shapes import weight_bytes
 from offbeat.planner.inputs.workload import Workload
 
 CHUNK_BYTES = 16 * 2**20

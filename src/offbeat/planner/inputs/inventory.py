@@ -299,7 +299,9 @@ def _class(name: str, table: ClassTable, origin: ValueOrigin, assumptions: list[
 def _restart_s(name: str, table: ClassTable, origin: ValueOrigin, assumptions: list[str]) -> float:
     if table.restart_s is not None and not table.reclaims_per_h:
         where = origin.before(("classes", name, "restart_s"))
-        raise UserError(f"{where}classes.{name}.restart_s counts only for nodes that are taken back; set reclaims_per_h")
+        raise UserError(
+            f"{where}classes.{name}.restart_s counts only for nodes that are taken back; set reclaims_per_h"
+        )
     seconds = MachineClass.restart_s if table.restart_s is None else table.restart_s
     if table.reclaims_per_h:
         assumptions.append(

@@ -69,7 +69,8 @@ def sentence(plan: Plan) -> str:
     each = f", {step.price_per_million_tokens:,.3g} $ per million tokens" if step.price_per_h else ""
     return (
         f"{_and(parts)[:1].upper()}{_and(parts)[1:]} {cost}: {plan.model} generates and trains "
-        f"{_rate(plan, step.tokens_per_s)} tokens/s ({_range(plan, step.tokens_per_s)}){each}, a step every {step.tau_s:,.3g} s; {plan.limit}."
+        f"{_rate(plan, step.tokens_per_s)} tokens/s ({_range(plan, step.tokens_per_s)}){each}, "
+        f"a step every {step.tau_s:,.3g} s; {plan.limit}."
     )
 
 

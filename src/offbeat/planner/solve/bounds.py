@@ -97,9 +97,9 @@ def likely(view: View, tau_s: float, prices: Multipliers, gang: int) -> Ints:
 
 
 def envelope(view: View, tau_s: float, gang: int, within: float) -> tuple[Ints, float]:
-    """Returns the indices of a few columns (replica shapes) and a factor of at most 1 + `within`. Raised by this factor,
-    mixtures of these columns generate as many tokens as any column does, on as many cards of the same class and with as
-    many trajectories in flight."""
+    """Returns the indices of a few columns (replica shapes) and a factor of at most 1 + `within`. Raised by this
+    factor, mixtures of these columns generate as many tokens as any column does, on as many cards of the same class and
+    with as many trajectories in flight."""
     tokens = view.tokens(tau_s, np.array([gang]))[0] / view.accelerators
     flight = view.concurrency / view.accelerators
     kept, factor = [np.zeros(0, dtype=np.int64)], 1.0
@@ -125,8 +125,8 @@ def envelope(view: View, tau_s: float, gang: int, within: float) -> tuple[Ints, 
 
 
 def _corners(x: Floats, y: Floats) -> list[int]:
-    """Returns the indices of the corners of the upper hull of points with rising `x` and `y`, and of the origin, which is
-    left out."""
+    """Returns the indices of the corners of the upper hull of points with rising `x` and `y`, and of the origin, which
+    is left out."""
     found: list[tuple[float, float, int]] = [(0.0, 0.0, -1)]
     for i, (right, up) in enumerate(zip(x.tolist(), y.tolist(), strict=True)):
         while len(found) > 1:
@@ -172,8 +172,8 @@ def most_tokens(
     view: View, tau_s: float, gang: int, budget: int | None, nodes: Ints | None = None
 ) -> tuple[float, Multipliers]:
     """Solves a linear relaxation: returns the most tokens per period with this gang for at most `budget` (millionths of
-    $/h; None: any price), and the dual prices that prove it. `nodes` limits the nodes of each class; what the dual prices
-    then say is a hint, not a proof."""
+    $/h; None: any price), and the dual prices that prove it. `nodes` limits the nodes of each class; what the dual
+    prices then say is a hint, not a proof."""
     rows, room, cost, unit, flight = _relaxation(view, tau_s, gang)
     num_y = len(flight)
     if budget is not None:
@@ -220,8 +220,8 @@ def least_in_flight(view: View, tau_s: float, gang: int, budget: int) -> tuple[f
 
 def _relaxation(view: View, tau_s: float, gang: int) -> tuple[Floats, Floats, Floats, float, Ints]:
     """Builds the linear relaxation of one gang. Its variables are the replicas of each column, or of the `envelope` if
-    there are many columns, then the nodes of each class. Returns the constraint rows (in-flight cap, then accelerators of
-    each class), their right-hand sides, the tokens of each variable in a common unit, this unit in tokens, and the
+    there are many columns, then the nodes of each class. Returns the constraint rows (in-flight cap, then accelerators
+    of each class), their right-hand sides, the tokens of each variable in a common unit, this unit in tokens, and the
     trajectories in flight of each column."""
     num_n = len(view.per_node)
     few, factor = np.arange(len(view.columns)), 1.0

@@ -263,8 +263,8 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class _Floats:
-    """The problem in floats, which tell what has to be computed exactly: of thousands of pairs of a gang and dual prices
-    only those that seem to prove something, and of thousands of columns only the most valuable."""
+    """The problem in floats, which tell what has to be computed exactly: of thousands of pairs of a gang and dual
+    prices only those that seem to prove something, and of thousands of columns only the most valuable."""
 
     problem: PlanningProblem
     gangs: list[Gang]
@@ -367,8 +367,8 @@ def _best_in_turn(
 
 def _ladders(problem: PlanningProblem, gang: Gang, tau: Fraction, nu: Fraction, lam: Fraction) -> _Ladders:
     """Returns the highest worth of an accelerator of each place, by the time allowed for a long answer. `nu` is the
-    price of a token, `lam` the price of a trajectory in flight. For a staleness bound above 0, with which the result is the
-    same for all gangs with the same publishing class."""
+    price of a token, `lam` the price of a trajectory in flight. For a staleness bound above 0, with which the result is
+    the same for all gangs with the same publishing class."""
     values: dict[_Place, list[tuple[Fraction, Fraction]]] = {}
     for column in problem.rollout:
         needed = Fraction(problem.demand.tail_tokens) * Fraction(column.token_s)

@@ -134,8 +134,8 @@ class SolverOutcome:
 
 @dataclass(frozen=True)
 class LinearProgram:
-    """Integer program: minimise cost @ x with lower <= rows @ x <= upper and 0 <= x <= most, where the entries of x that
-    are marked in `whole` are integers."""
+    """Integer program: minimise cost @ x with lower <= rows @ x <= upper and 0 <= x <= most, where the entries of x
+    that are marked in `whole` are integers."""
 
     cost: Floats
     rows: coo_array
@@ -220,9 +220,9 @@ class WholeNodes:
 def with_whole_nodes(
     view: View, tau_s: float, gang: int, aim: Aim, budget: int | None, gap: float, within_s: float, solver: Solver
 ) -> WholeNodes:
-    """Solves a relaxation in which numbers of nodes are whole, but numbers of replicas may be fractions. Its columns are
-    few, those of `bounds.envelope`, so it is solved in milliseconds however many replica shapes there are. For clusters
-    of few nodes it proves much more than dual prices can, in which nodes are fractions too."""
+    """Solves a relaxation in which numbers of nodes are whole, but numbers of replicas may be fractions. Its columns
+    are few, those of `bounds.envelope`, so it is solved in milliseconds however many replica shapes there are. For
+    clusters of few nodes it proves much more than dual prices can, in which nodes are fractions too."""
     if view.period[gang] > tau_s:
         return WholeNodes(Status.INFEASIBLE)
     few, factor = bounds.envelope(view, tau_s, gang, gap / 2)
@@ -247,7 +247,8 @@ class _Builder:
     """Builds one integer program. Its variables are, in this order, z (1 for the chosen gang), y (replicas of each
     column) and n (nodes rented for rollout). Gangs with equal token rates and relays share one set of y.
 
-    With a `factor` that is not None, tokens are raised by it, y may be fractions, and no constraint on relays applies."""
+    With a `factor` that is not None, tokens are raised by it, y may be fractions, and no constraint on relays
+    applies."""
 
     def __init__(
         self,

@@ -162,8 +162,8 @@ def fastest_counts(
     search: Search, cap: int | None, below_s: float = math.inf, best: ColumnCounts | None = None
 ) -> tuple[Status, ColumnCounts | None, float, Floats]:
     """Searches for the fastest plan for at most `cap` (millionths of $/h; None: any price), with a period below
-    `below_s`; `best` is a plan that was found earlier, if any. Returns the status, the plan, its period, and for each training gang a lower bound on the period of its
-    plans, or a period from `below_s` on."""
+    `below_s`; `best` is a plan that was found earlier, if any. Returns the status, the plan, its period, and for each
+    training gang a lower bound on the period of its plans, or a period from `below_s` on."""
     view = search.view
     every = np.arange(len(view.gangs))
     low, top = view.period.astype(float), far_s(view)
@@ -221,8 +221,8 @@ class _Found:
 
 
 def _raised(search: Search, gang: int, cap: int | None, low_s: float, below_s: float) -> float:
-    """Raises the lower bound `low_s` on the period of this gang's plans by relaxations with whole nodes, to `below_s` at
-    most, and keeps dual prices for the nodes of the shortest period that remains possible."""
+    """Raises the lower bound `low_s` on the period of this gang's plans by relaxations with whole nodes, to `below_s`
+    at most, and keeps dual prices for the nodes of the shortest period that remains possible."""
     share, high_s, nodes = search.gap, math.inf, None
     # Where another gang's plan is about as fast, perhaps this gang has none that is faster.
     tau_s = below_s if below_s < low_s * WIDER else min(low_s * (1 + share), below_s)
@@ -460,7 +460,8 @@ def find(
     search = Search(view_of(problem), gap, solver, until_s=until_s)
     cap = None if budget is None else micros(budget)
     some = None
-    if cap is not None and math.isinf(below_s):  # with so little money that nothing can be had, no period is long enough
+    if cap is not None and math.isinf(below_s):
+        # So little money may buy nothing, however long the period is.
         some, least = cheapest_counts(search, far_s(search.view), cap, None, any_will_do=True)
         if some is None and math.isinf(least):
             return Found(search, Status.INFEASIBLE, None, math.inf, math.inf)
