@@ -1,3 +1,4 @@
+import random
 from dataclasses import replace
 from itertools import pairwise
 
@@ -6,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_shapes import CARD, QWEN_1_5B, QWEN_7B, QWEN_14B, cluster, machines, work
 
+from benchmarks.planner_honesty.clusters import random_case
 from offbeat.errors import UserError
 from offbeat.planner.columns.columns import demand_of, problem_of
 from offbeat.planner.columns.gangs import (
@@ -15,6 +17,7 @@ from offbeat.planner.columns.gangs import (
     divided,
     fabric_of,
     node_grid,
+    over_links,
     split_layers,
 )
 from offbeat.planner.columns.replicas import class_columns, row_grid, undominated
@@ -386,3 +389,13 @@ def test_spot_nodes_generate_less_and_stop_the_gangs_that_they_are_part_of():
             assert gang.step_s == pytest.approx(before_s * (1 + often * (600 + before_s / 2)))
     whole = fastest(safe).solution.tau_s
     assert fastest(spot).solution.tau_s > whole
+
+
+def test_every_gang_has_its_time_over_its_own_links_however_it_saves_memory():
+    """A pipeline whose layers were moved until ZeRO-1 fits may also run with ZeRO-2 and other layers."""
+    chosen = random_case(random.Random("2025/45"), 45)
+    problem = problem_of(chosen.inventory, chosen.workload)
+    assert any(gang.zero == 2 and len(gang.nodes) > 1 and gang.pp > 1 for gang in problem.gangs)
+    for gang in problem.gangs:
+        again = over_links(gang, chosen.inventory, chosen.workload, Constants())
+        assert again.step_s == pytest.approx(gang.step_s, rel=1e-9)

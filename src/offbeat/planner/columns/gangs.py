@@ -221,7 +221,7 @@ def pipelined(parts: Parts, link: Link, workload: Workload, layers: tuple[int, .
             kept = kept_by_class(workload, splits, dp, zero)
             how = f"pp {'+'.join(map(str, split))}"
             yield _mixed_gang(parts, how, max(stage_s, crossing_s), workload, **shape, kept_bytes=kept)
-            if is_best:  # other ways save memory that is not short, and are no faster
+            if is_best and not layers:  # other ways save memory that is not short, and are no faster
                 break
 
 
@@ -274,6 +274,8 @@ def divided(
     if low > high:
         return None
     if layers:
+        if not low <= layers[0] <= high:
+            return None
         return max(layers[0] * one.layer_s, layers[1] * other.layer_s), (layers[0], layers[1])
     even = num_layers * other.layer_s / (one.layer_s + other.layer_s)
     found = []
