@@ -103,6 +103,15 @@ def test_another_budget_or_throughput_than_was_asked_for_is_refused(bought):
         assert any(line.startswith(("question: ", "certificate: ")) for line in verify(changed, HEX, SEVEN))
 
 
+def test_a_plan_that_takes_turns_is_no_answer_where_others_are_possible():
+    _, _, waits, one, *_ = known_cases()
+    assert (waits.workload.bound, one.workload.bound) == (0, 1)
+    turns = plan(waits.inventory, waits.workload)
+    claimed = dataclasses.replace(turns, takes_turns=True)
+    assert any(line.startswith("takes_turns: ") for line in verify(claimed, waits.inventory, waits.workload))
+    assert any(line.startswith("takes_turns: ") for line in verify(claimed, one.inventory, one.workload))
+
+
 def test_a_slower_plan_that_is_sold_as_the_fastest_is_refused_even_if_its_record_is_consistent(bought):
     """The forger plans with less money, and then changes every word about the question, the gap and the bound."""
     poor = plan(HEX, SEVEN, budget=60)

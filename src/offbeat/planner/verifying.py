@@ -23,8 +23,8 @@ from offbeat.planner.planning import compose, question_of
 from offbeat.planner.problem import Branch, PlanningProblem
 from offbeat.planner.solve.certificate import BranchProof, Certificate, distance
 from offbeat.planner.solve.check import check, unproven
-from offbeat.planner.solve.program import highs
-from offbeat.planner.solve.search import GAP, Search
+from offbeat.planner.solve.program import Status, highs
+from offbeat.planner.solve.search import GAP, Search, cheapest, find
 from offbeat.planner.solve.view import micros, view_of
 
 ROUNDING = 1e-9
@@ -37,6 +37,8 @@ def verify(saved: Plan, inventory: Inventory, workload: Workload, constants: Con
     constants = constants or Constants()
     inventory = with_alike_joined(inventory)
     if saved.takes_turns:
+        if line := _turns_row(saved, inventory, workload, constants):
+            return [line]
         workload = dataclasses.replace(workload, bound=0)
     if broken := [*_question_rows(saved, inventory, workload, constants)]:
         return broken
@@ -52,6 +54,21 @@ def verify(saved: Plan, inventory: Inventory, workload: Workload, constants: Con
     except UserError as error:
         return [*broken, f"placement: {error}"]
     return broken + [f"record: {line}" for line in differences(saved, again)]
+
+
+def _turns_row(saved: Plan, inventory: Inventory, workload: Workload, constants: Constants) -> str:
+    """Returns why a plan may not take turns although the workload does not ask for it; empty if it may: only where
+    there is no other plan."""
+    if not workload.bound or not workload.colocates:
+        return "takes_turns: the workload does not leave the choice, so the plan must not claim it"
+    problem = problem_of(inventory, workload, constants)
+    if saved.throughput is None:
+        status = find(problem, saved.budget).status
+    else:
+        status = cheapest(problem, saved.throughput, saved.budget).status
+    if status is not Status.INFEASIBLE:
+        return "takes_turns: a plan that does not take turns is possible, or the solver cannot rule it out in time"
+    return ""
 
 
 def _question_rows(saved: Plan, inventory: Inventory, workload: Workload, constants: Constants) -> Iterator[str]:
