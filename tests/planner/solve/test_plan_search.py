@@ -207,7 +207,7 @@ def test_a_solver_out_of_time_leaves_a_wider_bracket_and_never_infeasible():
 
     nothing = fastest(golden(), solver=tired)
     assert nothing.status is Status.UNKNOWN
-    assert nothing.tau_lo_s == pytest.approx(39.5, rel=1e-4)  # what duality proves needs no program
+    assert nothing.tau_lo_s == pytest.approx(39.5, rel=1e-3)  # what duality proves needs no program
     assert cheapest(golden(), 2000.0, solver=tired).status is Status.UNKNOWN
 
 
