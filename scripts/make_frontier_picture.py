@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from offbeat.planner.inputs.inventory import load_inventory
@@ -25,7 +26,7 @@ WITHIN_S = 120
 
 def svg() -> str:
     inventory = load_inventory(EXAMPLES / "cluster_hex_56.toml")
-    workload = load_workload(EXAMPLES / "workload_hex_7b.toml")
+    workload = replace(load_workload(EXAMPLES / "workload_hex_7b.toml"), any_trainer=False)
     fleets, split = homogeneous(inventory, workload), split_by_class(inventory, workload)
     return figure(f"{workload.model.name}: cost against throughput", mixed(inventory, workload), fleets, split)
 

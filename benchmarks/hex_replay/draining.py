@@ -30,7 +30,7 @@ def drain_s(workload: Workload, card: Accelerator, figures: Efficiencies, num_ca
     bound = _fallen_to(ridge, rows, answer.mean, answer.longest)
     computed_s = matmul_s(model, card, figures, 1, ridge) / ridge * rows * _left(answer.mean, bound)
     matmuls_s = computed_s + matmul_s(model, card, figures, 1, 1) * (answer.longest - bound)
-    return matmuls_s + reading_s + figures.step_overhead_s * answer.longest
+    return matmuls_s + reading_s + figures.step_overhead_s * answer.longest + figures.row_overhead_s * row_tokens
 
 
 def ridge_rows(card: Accelerator, figures: Efficiencies, bytes_per_weight: int) -> float:

@@ -115,13 +115,16 @@ def make_plan(
     constants: Constants | str | _Path | None = None,
     budget: float | None = None,
     throughput: float | None = None,
+    any_trainer: bool = False,
 ) -> Plan:
     """Plans as `offbeat plan` does: returns the fastest plan within `budget` ($/h; None: all machines) or, with
     `throughput` (tokens/s), the cheapest plan that reaches it.
 
     `cluster`, `workload` and `constants` are each an object of the planner or the path of a file. If `constants` is
-    None, the cost model has its default constants.
-    """
+    None, the cost model has its default constants. With `any_trainer`, trainers that Offbeat's own cannot run are
+    planned too, as in a `Workload` that is given as an object."""
+    import dataclasses
+
     from offbeat.planner.cost import constants as files
     from offbeat.planner.inputs.inventory import load_inventory
     from offbeat.planner.inputs.workload_file import load_workload
@@ -132,7 +135,7 @@ def make_plan(
     if isinstance(workload, (str, _Path)):
         from offbeat.launch.run_folder import trained_lengths
 
-        workload = load_workload(workload, trained_lengths)
+        workload = dataclasses.replace(load_workload(workload, trained_lengths), any_trainer=any_trainer)
     if isinstance(constants, (str, _Path)):
         constants = files.load(_Path(constants))
     return plan(cluster, workload, constants=constants, budget=budget, throughput=throughput)

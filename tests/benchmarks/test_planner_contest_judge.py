@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.planner_contest.judge import decode, train
 from benchmarks.planner_contest.judge.plan import Card, Figures, Gang, Plan, Replicas, Sync
-from benchmarks.planner_contest.judge.score import quantiles, score, update_s
+from benchmarks.planner_contest.judge.score import quantiles, relay_bytes_per_s, score, update_s
 from benchmarks.planner_contest.judge.shape import all_parameters, kv_bytes, touched_parameters, weight_bytes
 from offbeat.planner.inputs.hardware import Accelerator, Inventory, Link, MachineClass
 from offbeat.planner.inputs.workload import KvPolicy, LengthStatistics, ModelShape, Workload
@@ -42,14 +42,16 @@ def test_sizes_of_published_models_come_out():
 
 
 def test_a_decode_step_by_hand():
-    figures = Figures(cards={"H20": Card(1, 1, 1, 1, 1)}, network=1, step_overhead_s=1e-3)
+    figures = Figures(cards={"H20": Card(1, 1, 1, 1, 1)}, network=1, step_overhead_s=1e-3, row_overhead_s=1e-5)
     multiplied = 28 * (3584 * 128 * 36 + 28 * 128 * 3584 + 3 * 3584 * 18_944) + 152_064 * 3584
-    few = 2 * multiplied / 4e12 + 8 * 2000 * 57_344 / 4e12 + 1e-3
+    few = 2 * multiplied / 4e12 + 8 * 2000 * 57_344 / 4e12 + 1e-3 + 8e-5
     assert decode.step_s(H20, WORK, 1, 8, figures) == pytest.approx(few)
-    many = 2 * multiplied * 100 / 148e12 + 100 * 2000 * 57_344 / 4e12 + 1e-3  # above 37 rows compute is the longer
+    many = (
+        2 * multiplied * 100 / 148e12 + 100 * 2000 * 57_344 / 4e12 + 1e-3 + 1e-3
+    )  # above 37 rows compute is the longer
     assert decode.step_s(H20, WORK, 1, 100, figures) == pytest.approx(many)
     talk = 2 * 28 * (2 * 0.5 * 2 * 8 * 3584 / 450e9 + 9e-6)
-    assert decode.step_s(H20, WORK, 2, 8, figures) == pytest.approx((few - 1e-3) / 2 + talk + 1e-3)
+    assert decode.step_s(H20, WORK, 2, 8, figures) == pytest.approx((few - 1.08e-3) / 2 + talk + 1.08e-3)
 
 
 def test_computing_keys_and_values_again_takes_what_the_page_says():
@@ -95,7 +97,26 @@ def test_a_stage_that_splits_its_layers_wider_adds_its_gradients_over_more_nodes
     instant = Figures({name: Card(mfu=1e9) for name in ("H800", "H20")}, exposed_tp=0.0)
     stage_bytes = all_parameters(QWEN_7B) * 2 * 8 / 28
     within_s, between_s = 2 * stage_bytes / 4 * 1 / 2 / 450e9, 2 * stage_bytes * 1 / 2 / 5e9
-    assert train.step_s(CLUSTER, WORK, gang, instant) == pytest.approx((within_s + between_s) / 0.7 * 0.5)
+    near = replace(CLUSTER, links={**CLUSTER.links, frozenset(["h800", "h20"]): Link(1e18)})
+    assert train.step_s(near, WORK, gang, instant) == pytest.approx((within_s + between_s) / 0.7 * 0.5)
+
+
+def test_what_passes_between_stages_takes_its_time_on_the_busiest_link():
+    instant = Figures({name: Card(mfu=1e9) for name in ("H800", "H20")}, exposed_tp=0.0, exposed_dp=0.0)
+    moved = 2 * 2 * WORK.trained_tokens_per_step * QWEN_7B.hidden
+    crossing = Gang({"h800": 2, "h20": 2}, 2, 2, 8, layers=(20, 8))
+    assert train.step_s(CLUSTER, WORK, crossing, instant) == pytest.approx(moved / 1.5e9 / 2)
+    one_class = Gang({"h20": 2}, 8, 2, 1)  # a stage on each node
+    assert train.step_s(CLUSTER, WORK, one_class, instant) == pytest.approx(moved / 5e9)
+    one_node = Gang({"h20": 1}, 4, 2, 1)
+    assert train.crossing_s(CLUSTER, WORK, one_node) == 0.0
+
+
+def test_a_node_that_sends_a_version_to_two_divides_its_port():
+    alone = Plan(Gang({"h800": 1}, 1, 1, 8), (Replicas("h20", 1, 64, 8),))
+    both = replace(alone, replicas=(*alone.replicas, Replicas("h800", 1, 64, 8)))
+    assert relay_bytes_per_s(CLUSTER, alone)["h20"] == 1.5e9
+    assert relay_bytes_per_s(CLUSTER, both)["h20"] == 0.75e9
 
 
 def test_generation_that_is_too_slow_sets_the_period():

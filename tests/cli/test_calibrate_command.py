@@ -114,7 +114,7 @@ def test_this_machine_is_measured_fitted_and_planned_with(capsys, one_thread):
     files = ("cluster.toml", "workload.toml", "--constants", "constants.json", "--json")
     plan = record.from_json(told(capsys, "plan", *files))
     assert plan.certificate.held_out_error is not None
-    assert any("cpu: 7 of 13 constants" in line for line in plan.assumptions)
+    assert any("cpu: 7 of 14 constants" in line for line in plan.assumptions)
 
 
 def full(*_, **__):
@@ -157,7 +157,7 @@ def test_fitted_constants_are_those_that_made_the_measurements_and_the_rest_is_t
 
 MISTAKES = {
     "no file": (["none.jsonl"], "none.jsonl cannot be read: No such file or directory; give a file of measurements"),
-    "neither": ([], "offbeat calibrate needs a file of measurements, or --measure to measure this machine"),
+    "neither": ([], "offbeat calibrate needs a file of measurements, --measure to measure this machine, or --engine"),
     "both": (["m.jsonl", "--measure"], "give either the file m.jsonl or --measure, not both"),
     "quick without measuring": (["m.jsonl", "--quick"], "--quick goes only with --measure"),
     "no flops": (["--measure", "--tflops", "-1"], "--tflops is -1; it must be"),

@@ -63,7 +63,7 @@ def test_a_gang_stays_off_a_badly_linked_node_where_others_are_free():
 
 
 def test_a_gang_that_cannot_avoid_bad_links_is_corrected_and_another_wins():
-    inventory = badly_linked(with_nodes(h800=2, h20=6), {"h800-1"}, 0.02)
+    inventory = badly_linked(with_nodes(h800=2, h20=6), {"h800-0", "h800-1"}, 0.02)
     inventory = dataclasses.replace(
         inventory, measured={**inventory.measured, frozenset(("h800-0", "h20-0")): 1.5 * GB}
     )

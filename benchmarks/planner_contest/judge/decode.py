@@ -30,7 +30,7 @@ def step_s(card: Accelerator, workload: Workload, tp: int, running: float, figur
     if tp > 1:
         moved = 2 * (tp - 1) / tp * 2 * running * model.hidden
         talk_s = 2 * model.num_layers * (moved / (card.link_bytes_per_s * figures.network) + figures.all_reduce_s)
-    return max(compute_s, read_s) + attention_s + talk_s + figures.step_overhead_s
+    return max(compute_s, read_s) + attention_s + talk_s + figures.step_overhead_s + running * figures.row_overhead_s
 
 
 def prefill_s(card: Accelerator, workload: Workload, tp: int, tokens: float, squares: float, figures: Figures) -> float:

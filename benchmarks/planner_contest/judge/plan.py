@@ -67,6 +67,8 @@ class Figures:
     network: float = 0.70
     all_reduce_s: float = 9e-6
     step_overhead_s: float = 1.5e-3
+    row_overhead_s: float = 2.5e-5
+    """Host's seconds for each running trajectory of a decode step."""
     exposed_tp: float = 0.5
     exposed_dp: float = 0.5
     gradient_bytes: float = 2.0

@@ -77,25 +77,50 @@ def _tail_s(inventory: Inventory, workload: Workload, plan: Plan, pools: list[_P
     """Seconds from a version's publication until an answer of the tail's length is complete in the slowest pool."""
     lags_s = dict.fromkeys((pool.offer for pool in pools), 0.0)
     if plan.sync is Sync.RELAY:
-        rates = _relay_bytes_per_s(inventory, plan)
+        rates = relay_bytes_per_s(inventory, plan)
         lags_s = {name: weight_bytes(workload.model) / rates[name] for name in lags_s}
     return max(
         lags_s[pool.offer] + workload.answer.tail * _token_s(workload, pool, figures) for pool in pools if pool.slots
     )
 
 
-def _relay_bytes_per_s(inventory: Inventory, plan: Plan) -> dict[str, float]:
+def relay_bytes_per_s(inventory: Inventory, plan: Plan) -> dict[str, float]:
     """Returns by class the rate at which a version reaches it: that of the slowest link on the fastest path from the
-    gang over the plan's classes."""
-    rates = {name: inventory.link(name, name).bytes_per_s for name in plan.gang.nodes}
+    gang over the plan's classes, where a node divides its port among those to whom it sends: the first nodes of other
+    classes, and one more node of its own class if that has one."""
+    generating = {name: _num_generating(inventory, plan, name) for name in inventory.classes}
+    rates = {name: _within(inventory, name) for name in plan.gang.nodes}
     missing = {one.offer for one in plan.replicas if one.count} - set(rates)
+    parents: dict[str, str] = {}
     while missing:
-        rate, name = max(
-            (min(rates[near], inventory.link(near, far).bytes_per_s), far) for near in rates for far in missing
+        rate, name, parent = max(
+            (min(rates[near], inventory.link(near, far).bytes_per_s), far, near) for near in rates for far in missing
         )
-        rates[name] = rate
+        rates[name], parents[name] = rate, parent
         missing.remove(name)
-    return rates
+    sends = {name: sum(parent == name for parent in parents.values()) for name in rates}
+    for name in sends:
+        sends[name] += generating[name] > (0 if name in plan.gang.nodes else 1)
+    placed = {}
+    for name in rates:
+        spread = _within(inventory, name) / sends[name] if generating[name] > 1 else math.inf
+        at, reached = name, min(spread, _within(inventory, name)) if name in plan.gang.nodes else spread
+        while at in parents:
+            link = inventory.link(at, parents[at]).bytes_per_s
+            reached, at = min(reached, link / sends[parents[at]]), parents[at]
+        placed[name] = reached
+    return placed
+
+
+def _within(inventory: Inventory, name: str) -> float:
+    """Rate between two nodes of a class; infinite for a class of one node without such a link."""
+    link = inventory.links.get(frozenset((name,)))
+    return link.bytes_per_s if link is not None else math.inf
+
+
+def _num_generating(inventory: Inventory, plan: Plan, name: str) -> int:
+    cards = sum(one.count * one.tp for one in plan.replicas if one.offer == name)
+    return -(-cards // inventory.classes[name].per_node)
 
 
 def _token_s(workload: Workload, pool: _Pool, figures: Figures) -> float:

@@ -37,12 +37,38 @@ def _stages(inventory: Inventory, num_layers: int, gang: Gang) -> list[_Stage]:
 def step_s(inventory: Inventory, workload: Workload, gang: Gang, figures: Figures) -> float:
     """Seconds of a step: those of the slowest stage, for which all others wait."""
     num_models = 2 if workload.has_critic else 1  # a critic of the policy's size is trained on the same tokens
-    return num_models * max(
+    slowest_s = max(
         compute_s(inventory, workload, gang, stage, figures) * bubble(workload, gang)
         + _tp_s(inventory, workload, gang, stage, figures)
         + _dp_s(inventory, workload, gang, stage, figures)
         for stage in _stages(inventory, workload.model.num_layers, gang)
     )
+    return num_models * max(slowest_s, crossing_s(inventory, workload, gang))
+
+
+def crossing_s(inventory: Inventory, workload: Workload, gang: Gang) -> float:
+    """Seconds that the busiest link needs for what passes between stages on different nodes: activations one way, their
+    gradients the other. A stage's replicas lie on neighbouring cards, one node after another."""
+    if gang.pp == 1:
+        return 0.0
+    moved = 4 * workload.trained_tokens_per_step * workload.model.hidden  # bytes of 16-bit numbers, both ways
+    if len(gang.nodes) > 1 and not gang.batch_shares:
+        link = inventory.link(*gang.nodes)
+        return moved / link.bytes_per_s / (1 if link.is_shared else min(gang.nodes.values()))
+    worst_s = 0.0
+    for name in gang.nodes:
+        per_node = inventory.classes[name].per_node // gang.tp
+        num_here = gang.nodes[name] * per_node // gang.pp
+        sent: dict[int, int] = {}
+        for replica in range((gang.pp - 1) * num_here):
+            here, there = replica // per_node, (replica + num_here) // per_node
+            if here != there:
+                sent[here] = sent.get(here, 0) + 1
+        if sent:
+            link = inventory.link(name, name)
+            busiest = max(sent.values()) if not link.is_shared else sum(sent.values()) / (gang.pp - 1)
+            worst_s = max(worst_s, moved * busiest / gang.dp / link.bytes_per_s)
+    return worst_s
 
 
 def flops(workload: Workload, recompute: bool) -> float:

@@ -1,4 +1,4 @@
-"""`offbeat calibrate`: measures this machine, or fits the planner's constants to a file of measurements."""
+"""`offbeat calibrate`: measures this machine or a running server, or fits the planner's constants to such a file."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from offbeat.planner.cost.constants import Constants
     from offbeat.planner.inputs.workload import ModelShape
 
+SERVER_ALONE = ("tp", "rows", "contexts")
 PACKAGES = ("offbeat", "torch", "transformers")
 MEASURING_ALONE = ("quick", "accelerator", "tflops", "memory_gb", "bandwidth_tb_s")
 
@@ -25,6 +26,12 @@ MEASURING_ALONE = ("quick", "accelerator", "tflops", "memory_gb", "bandwidth_tb_
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("measurements", nargs="?", metavar="MEASUREMENTS.jsonl", help="what to fit the constants to")
     parser.add_argument("--measure", action="store_true", help="measure this machine instead")
+    parser.add_argument(
+        "--engine", metavar="URL", help="measure a running server with OpenAI's API instead, such as vLLM's"
+    )
+    parser.add_argument("--tp", type=int, metavar="N", help="accelerators of the server's replica (default: 1)")
+    parser.add_argument("--rows", metavar="N,N,...", help="numbers of answers at once to measure the server with")
+    parser.add_argument("--contexts", metavar="N,N,...", help="contexts in tokens to measure the server with")
     parser.add_argument("--model", metavar="MODEL", required=True, help="the measured model: a name, config or folder")
     parser.add_argument("--out", metavar="FILE", required=True, help="file to write constants or measurements to")
     parser.add_argument("--quick", action="store_true", help="measure few sizes, in seconds")
@@ -41,6 +48,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     _check_words(arguments)
     if arguments.measure:
         return _measure(arguments)
+    if arguments.engine:
+        return _measure_server(arguments)
     from offbeat.planner.cost.calibrate import fit_file, read
     from offbeat.planner.cost.constants import save
 
@@ -54,14 +63,32 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _check_words(arguments: argparse.Namespace) -> None:
-    if arguments.measure and arguments.measurements:
-        raise UserError(f"give either the file {arguments.measurements} or --measure, not both")
-    if not arguments.measure and not arguments.measurements:
-        raise UserError("offbeat calibrate needs a file of measurements, or --measure to measure this machine")
+    if arguments.measure and arguments.engine:
+        raise UserError(
+            "give either --measure or --engine, not both; the first measures this machine, without a server"
+        )
+    is_measuring = bool(arguments.measure or arguments.engine)
+    if is_measuring and arguments.measurements:
+        word = "--measure" if arguments.measure else "--engine"
+        raise UserError(f"give either the file {arguments.measurements} or {word}, not both")
+    if not is_measuring and not arguments.measurements:
+        raise UserError(
+            "offbeat calibrate needs a file of measurements, --measure to measure this machine, or --engine to measure "
+            "a server"
+        )
+    for name in SERVER_ALONE:
+        if getattr(arguments, name) is not None and not arguments.engine:
+            raise UserError(f"--{name} goes only with --engine")
+    if arguments.tp is not None and arguments.tp < 1:
+        raise UserError(f"--tp is {arguments.tp}; it must be 1 or more")
+    if arguments.engine and not arguments.accelerator:
+        raise UserError("--engine needs --accelerator, the name of the card on which the server runs, such as h200")
     for name in MEASURING_ALONE:
         value, word = getattr(arguments, name), f"--{name.replace('_', '-')}"
-        if value and not arguments.measure:
-            raise UserError(f"{word} goes only with --measure; a file of measurements already describes its machine")
+        if value and not is_measuring:
+            raise UserError(
+                f"{word} goes only with --measure or --engine; a file of measurements already describes its machine"
+            )
         if isinstance(value, float) and not 0 < value < float("inf"):
             raise UserError(f"{word} is {value:g}; it must be a finite number above 0")
     if not Path(arguments.out).parent.is_dir():
@@ -120,6 +147,51 @@ def _measure(arguments: argparse.Namespace) -> int:
     if "train" not in kinds:
         print("training did not fit into memory and was not measured, so its constants keep their defaults")
     return 0
+
+
+def _measure_server(arguments: argparse.Namespace) -> int:
+    from offbeat.planner.cost.calibrate import MeasuredMachine, write
+    from offbeat.planner.inputs import hardware
+    from offbeat.planner.inputs.hardware import GIGA, TERA
+    from offbeat.tools.measure_server import CONTEXTS, QUICK_CONTEXTS, QUICK_ROWS, ROWS, measure_server
+
+    shape, name = _shape(arguments.model), arguments.accelerator
+    given = {figure: getattr(arguments, figure) for figure in ("tflops", "memory_gb", "bandwidth_tb_s")}
+    if None in given.values():
+        card = hardware.accelerator(name)  # an unknown name is refused with a remedy
+        name = card.name
+        listed = card.flops / TERA, card.memory_bytes / GIGA, card.memory_bytes_per_s / TERA
+        given = {
+            figure: float(f"{own:.4g}") if value is None else value
+            for (figure, value), own in zip(given.items(), listed, strict=True)
+        }
+    rows = _numbers("--rows", arguments.rows) or (QUICK_ROWS if arguments.quick else ROWS)
+    contexts = _numbers("--contexts", arguments.contexts) or (QUICK_CONTEXTS if arguments.quick else CONTEXTS)
+    measurements = measure_server(arguments.engine, name, shape.vocab, arguments.tp or 1, rows, contexts)
+    machine = MeasuredMachine(
+        name,
+        **given,
+        bytes_per_weight=shape.bytes_per_weight,
+        bytes_per_kv=shape.bytes_per_kv,
+        engine="server",
+        model=arguments.model,
+        date=datetime.now(UTC).date().isoformat(),
+        versions=_versions(),
+    )
+    _write(arguments.out, lambda out: write(out, machine, measurements))
+    print(f"{arguments.out}: {len(measurements)} measurements of {arguments.model} on {name}; fit them with:")
+    print(f"offbeat calibrate {arguments.out} --model {arguments.model} --out constants.json")
+    return 0
+
+
+def _numbers(word: str, given: str | None) -> tuple[int, ...]:
+    """Returns the numbers of a list with commas, in rising order; empty if none were given."""
+    if given is None:
+        return ()
+    parts = given.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise UserError(f"{word} is {given!r}; it must be whole numbers above 0 with commas between, such as 1,16,64")
+    return tuple(sorted({int(part) for part in parts}))
 
 
 def _write(out: str, write: Callable[[Path], None]) -> None:

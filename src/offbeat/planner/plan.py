@@ -55,6 +55,9 @@ class Training:
     """Cards of each tensor-parallel group, by pipeline stage, in the order of the stage's gradient ring."""
     price_per_million_tokens: float
     why: str
+    rate_error: float | None = None
+    """Mean relative error of the cost model on held-out training steps, on the worst of the gang's accelerators; None
+    if one of them was never measured."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,11 @@ class Pool:
     """Price of a million generated tokens; 0 on nodes of the training gang, whose price counts as training."""
     why: str
     shares_gang: bool = False
-    """Whether the pool runs on the gang's nodes and generates while they do not train."""
+    """Whether the pool runs on the gang's nodes."""
+    rate_error: float | None = None
+    """Mean relative error of the cost model on held-out decode steps on this accelerator; None: never measured."""
+    beside: bool = False
+    """Whether it runs on cards of these nodes that do not train. Otherwise it generates while they do not train."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +142,8 @@ class Plan:
     """Tokens/s that the user asked for; None: the fastest plan was sought."""
     rent: Mapping[str, int]
     """Number of nodes by class, for training and rollout together."""
+    free: tuple[str, ...]
+    """Classes of `rent` that are owned or cost nothing."""
     limit: str
     """The constraint that limits the plan, as a clause such as "the reward pool limits it"."""
     step: PlanStep
@@ -147,6 +156,13 @@ class Plan:
     certificate: Certificate
     assumptions: tuple[str, ...]
     note: str = ""
+    takes_turns: bool = False
+    """Whether the plan is the best of those that train and generate in turn, as with staleness bound 0, because the
+    machines are too few to do both at a time."""
+
+
+LARGEST = 1e15
+"""Largest number in a plan. No count, rate or number of bytes comes near it."""
 
 
 @functools.cache
@@ -161,9 +177,22 @@ def to_json(plan: Plan) -> str:
 def from_json(text: str, where: str = "plan") -> Plan:
     """Parses the output of `to_json`; `where` names the text in errors."""
     try:
-        return _adapter().validate_json(text)
+        plan = _adapter().validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         why = f"{key}: {first['msg']}" if key else first["msg"]
         raise UserError(f"{where} is not a plan: {why}; give the output of offbeat plan --json") from None
+    if key := _infinite(json.loads(text)):
+        raise UserError(f"{where} is not a plan: {key} is no finite number; give the output of offbeat plan --json")
+    return plan
+
+
+def _infinite(value: object, path: str = "") -> str:
+    """Returns the dotted name of the first number that is infinite, undefined, or too large to count with; empty if
+    there is none."""
+    if isinstance(value, dict | list):
+        named = value.items() if isinstance(value, dict) else enumerate(value)
+        return next((found for key, each in named if (found := _infinite(each, f"{path}.{key}".lstrip(".")))), "")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return path if is_number and not abs(value) <= LARGEST else ""  # type: ignore[arg-type]

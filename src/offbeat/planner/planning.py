@@ -8,33 +8,56 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from offbeat.errors import UserError
+from offbeat.planner.branches import branches, within
 from offbeat.planner.columns.columns import problem_of
+from offbeat.planner.columns.gangs import is_complete
 from offbeat.planner.cost.constants import NAMES, Constants, FigureSource
 from offbeat.planner.cost.sizes import update_bytes
 from offbeat.planner.cost.sync_time import CHUNK_BYTES
-from offbeat.planner.inputs.hardware import Inventory
+from offbeat.planner.inputs.hardware import Inventory, with_alike_joined
 from offbeat.planner.inputs.workload import Workload
 from offbeat.planner.place.islands import Placed
 from offbeat.planner.place.placing import Placer, Placing
-from offbeat.planner.place.realised import ROUNDING, slowed
+from offbeat.planner.place.realised import ROUNDING, Arrivals, slowed
 from offbeat.planner.plan import Placement, Plan, PlanStep, Pool, Staleness, Sync, Training
 from offbeat.planner.problem import Gang, PlanningProblem, RolloutColumn, Solution
 from offbeat.planner.report import explain
 from offbeat.planner.report.explain import infeasible_because
-from offbeat.planner.solve.certificate import Certificate, distance
-from offbeat.planner.solve.search import Result, cheapest, fastest
+from offbeat.planner.solve.certificate import (
+    BranchProof,
+    Certificate,
+    Question,
+    digest,
+    digest_of,
+    distance,
+    proof_of,
+)
+from offbeat.planner.solve.program import Status
+from offbeat.planner.solve.search import (
+    GAP,
+    HAIR,
+    PRICE_GAP,
+    Found,
+    Result,
+    cheapest,
+    fastest,
+    find,
+    finish,
+    note_of,
+)
 from offbeat.planner.solve.view import MICRO
 
-MAX_ROUNDS = 3
+MAX_ROUNDS = 6
 """Largest number of times that the problem is solved again because the chosen nodes are slower than assumed."""
-TOLERANCE = 0.02
-"""Relative accuracy of the cost model. In the search for the fastest plan, the problem is solved again only if the
+TOLERANCE = 0.002
+"""Relative accuracy of placement. In the search for the fastest plan, the problem is solved again only if the
 chosen nodes lengthen the period by more than this share."""
 
 
@@ -50,7 +73,9 @@ class Round:
 Solve = Callable[[PlanningProblem], Result]
 
 
-def rounds(placer: Placer, first: Result, solve: Solve, by: float = TOLERANCE) -> list[Round]:
+def rounds(
+    placer: Placer, first: Result, solve: Solve, by: float = TOLERANCE, until_s: float = math.inf
+) -> list[Round]:
     """Chooses nodes for the solution of `first`. As long as the chosen nodes are slower than assumed, solves the
     problem again with their times. Returns all solutions, each with its nodes.
 
@@ -63,9 +88,9 @@ def rounds(placer: Placer, first: Result, solve: Solve, by: float = TOLERANCE) -
     while result.solution is not None:
         placing = placer.place(result.solution)
         found.append(Round(result.solution, result.price_per_h, placing))
-        slower = slowed(problem, placing.assumed, placing.step_s, placing.lags_s, by)
+        slower = slowed(problem, placing.assumed, placing.step_s, placing.lags, by)
         stands = placing.tau_s <= result.solution.tau_s * (1 + by)
-        if stands or slower is problem or len(found) > MAX_ROUNDS:
+        if stands or slower is problem or len(found) > MAX_ROUNDS or time.process_time() > until_s:
             break
         problem = _rivals_slowed(placer, slower, placing.tau_s, by)
         result = solve(problem)
@@ -80,7 +105,7 @@ def _rivals_slowed(placer: Placer, problem: PlanningProblem, tau_s: float, by: f
         return problem
     for gang in problem.gangs:
         if gang.period_s < tau_s:
-            problem = slowed(problem, gang, placer.best_step_s(gang), {}, by)
+            problem = slowed(problem, gang, placer.best_step_s(gang), Arrivals(), by)
     return problem
 
 
@@ -89,8 +114,16 @@ def fastest_round(found: list[Round]) -> Round:
     return min(found, key=lambda each: (each.placing.tau_s, each.price_per_h))
 
 
-COST_MODEL = "roofline with KV reads, version 2"
+COST_MODEL = "roofline with KV reads, version 4"
 """Name of the cost model in certificates; its number rises with every change of a formula."""
+ANSWER_S = 3.0
+"""Seconds after which no further integer program is started to find or prove a plan; the gap then stays wider."""
+PATIENCE = (0.1, 0.3, 1.0)
+"""Shares of the time left that each branch may take, in rounds: branches that are not done are searched again."""
+FIRST_SHARE = 0.8
+"""Share of the time that the search without branches may take, if there may be branches."""
+BRANCH_GAP = 1e-3
+"""Relative gap at which a branch is no longer searched: less is below what placement can tell."""
 
 
 def plan(
@@ -100,63 +133,196 @@ def plan(
     constants: Constants | None = None,
     budget: float | None = None,
     throughput: float | None = None,
+    within_s: float = ANSWER_S,
 ) -> Plan:
     """Returns the fastest plan or, if `throughput` (tokens/s) is given, the cheapest plan with at least that
     throughput; in both cases within `budget` ($/h; None: any price). `constants` are those of the cost model (None: the
-    defaults). If no plan exists, raises a `UserError` with the reason and a remedy."""
+    defaults). If no plan exists, raises a `UserError` with the reason and a remedy. The search for a better plan or
+    proof ends about `within_s` seconds after it began; what is then unproven is in the gap."""
     if budget is not None and not (0 <= budget < math.inf):
         raise UserError(f"budget is {budget:g}; it must be a finite number, 0 or more (0: only machines that are free)")
     if throughput is not None and not (0 < throughput < math.inf):
         raise UserError(f"throughput is {throughput:g}; it must be a finite number above 0")
     constants = constants or Constants()
+    inventory = with_alike_joined(inventory)
     problem = problem_of(inventory, workload, constants)
+    placer = Placer(inventory, workload, constants, problem)
+    until_s = time.process_time() + within_s
+    answer = _placed(placer, budget, throughput, until_s)
+    takes_turns = answer is None and workload.bound > 0 and workload.colocates
+    if takes_turns:  # what is generated and trained in turn is never stale, so it is allowed with any bound
+        workload = dataclasses.replace(workload, bound=0)
+        placer = dataclasses.replace(placer, workload=workload, problem=problem_of(inventory, workload, constants))
+        answer = _placed(placer, budget, throughput, until_s)
+    if answer is None:
+        raise UserError(f"no plan: {_why_none(problem, budget, throughput, until_s)}")
+    chosen = (answer.placing, answer.solution, answer.certificate)
+    return compose(inventory, workload, constants, *chosen, budget, throughput, takes_turns=takes_turns)
+
+
+def _placed(placer: Placer, budget: float | None, throughput: float | None, until_s: float) -> Answer | None:
+    if throughput is None:
+        return fastest_placed(placer, budget, until_s)
+    return cheapest_placed(placer, throughput, budget, until_s)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A solution on its nodes, with its proof."""
+
+    solution: Solution
+    placing: Placing
+    certificate: Certificate
+    price_per_h: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.placing.problem.demand.tokens / self.solution.tau_s
+
+
+def fastest_placed(placer: Placer, budget: float | None, until_s: float) -> Answer | None:
+    """Returns the plan that is fastest on its nodes; None if there is no plan. If the nodes of the first solution are
+    slower than its columns assume, all `branches` are searched, which know their lags; without branches, `rounds` are
+    tried."""
+    gap = BRANCH_GAP if is_complete(placer.inventory) else GAP
+    now_s = time.process_time()
+    # Time has to be left for the branches, which know more than the first solution.
+    first_s = now_s + FIRST_SHARE * (until_s - now_s) if is_complete(placer.inventory) else until_s
+    first = find(placer.problem, budget, gap, until_s=first_s)
+    if first.counts is None and first.status is Status.UNKNOWN:
+        first = find(placer.problem, budget, gap, until_s=until_s)
+    if first.counts is None:
+        return None
+    result = finish(first, budget)
+    assert result.solution is not None
+    assert result.certificate is not None
+    best = Round(result.solution, result.price_per_h, placer.place(result.solution))
+    certificate = result.certificate
+    if best.placing.tau_s > certificate.tau_lo_s * (1 + TOLERANCE):
+        if branches(placer.problem, placer.inventory):
+            best, certificate = _over_branches(placer, best, certificate, budget, until_s)
+        else:
+            tries = rounds(placer, result, lambda each: fastest(each, budget, until_s=until_s), until_s=until_s)
+            best = fastest_round(tries)
+    return _answer(placer, best, certificate, None)
+
+
+def _over_branches(
+    placer: Placer, best: Round, certificate: Certificate, budget: float | None, until_s: float
+) -> tuple[Round, Certificate]:
+    """Searches all branches for a plan that is faster on its nodes than `best`. Returns the fastest, and a certificate
+    whose bound is that of the branches if that is tighter."""
+    found: dict[int, Found] = {}
+    parts = branches(placer.problem, placer.inventory)
+    problems = [within(placer.problem, placer.inventory, placer.workload, branch) for branch in parts]
+    for share in PATIENCE:  # a good plan from one branch closes others that are hard to search by themselves
+        for i, problem in enumerate(problems):
+            below_s = best.placing.tau_s / (1 + BRANCH_GAP)
+            if i in found and found[i].tau_lo_s >= below_s * (1 - BRANCH_GAP):
+                continue
+            now_s = time.process_time()
+            if now_s > until_s:
+                break
+            found[i] = find(problem, budget, BRANCH_GAP, below_s=below_s, until_s=now_s + share * (until_s - now_s))
+            if found[i].counts is None:
+                continue
+            result = finish(found[i], budget)
+            assert result.solution is not None
+            other = Round(result.solution, result.price_per_h, placer.place(result.solution))
+            if (other.placing.tau_s, other.price_per_h) < (best.placing.tau_s, best.price_per_h):
+                best = other
+    if len(found) < len(parts):
+        return best, certificate
+    lowest_s = min(each.tau_lo_s for each in found.values())
+    tau_lo_s = math.nextafter(min(lowest_s / (1 + 2 * HAIR), best.placing.tau_s), 0.0)
+    if tau_lo_s <= certificate.tau_lo_s:
+        return best, certificate
+    proofs = tuple(
+        BranchProof(branch, *proof_of(found[i].search.view, found[i].search.pool, tau_lo_s, certificate.price_cap))
+        for i, branch in enumerate(parts)
+    )
+    return best, dataclasses.replace(certificate, tau_lo_s=tau_lo_s, prices=(), by_solver=(), branches=proofs)
+
+
+def cheapest_placed(placer: Placer, throughput: float, budget: float | None, until_s: float) -> Answer | None:
+    """Returns the cheapest plan that has this throughput on its nodes; None if there is no plan. Raises a `UserError`
+    if plans have it only before their nodes are chosen."""
+    first = cheapest(placer.problem, throughput, budget, until_s=until_s)
+    if first.solution is None or first.certificate is None:
+        return None
+    tau_s, certificate = first.solution.tau_s, first.certificate
 
     def solve(problem: PlanningProblem) -> Result:
-        return fastest(problem, budget) if throughput is None else cheapest(problem, throughput, budget)
+        return cheapest(problem, throughput, budget, until_s=until_s)
 
-    result = solve(problem)
-    if result.solution is None or result.certificate is None:
-        in_turn = dataclasses.replace(workload, bound=0)
-        other = problem_of(inventory, in_turn, constants) if workload.bound and in_turn.may_share else None
-        raise UserError(f"no plan: {_why_none(problem, result, budget, throughput, other)}")
-    placer = Placer(inventory, workload, constants, problem)
-    best = _best_placed(placer, result, solve, throughput)
-    solution = dataclasses.replace(best.solution, tau_s=best.placing.tau_s)
-    gap = distance(result.certificate, solution.tau_s, best.price_per_h, is_for_price=throughput is not None)
-    # The first solve's bound holds for all rounds, because it assumed the best links. Only the gap may be larger.
-    certificate = dataclasses.replace(result.certificate, gap=max(result.certificate.gap, gap))
-    return compose(inventory, workload, constants, best.placing, solution, certificate, budget, throughput, result.note)
-
-
-def _best_placed(placer: Placer, first: Result, solve: Solve, throughput: float | None) -> Round:
-    """Returns the fastest of the `rounds` (solutions with their nodes). If the user asked for a throughput, returns the
-    cheapest round whose nodes are as fast as its solution assumed; raises a `UserError` if there is none."""
-    if throughput is None:
-        return fastest_round(rounds(placer, first, solve))
-    found = rounds(placer, first, solve, ROUNDING)
-    kept = [each for each in found if each.placing.tau_s <= each.solution.tau_s * (1 + ROUNDING)]
-    if not kept:
+    found = rounds(placer, first, solve, ROUNDING, until_s)
+    kept = [each for each in found if each.placing.tau_s <= tau_s * (1 + ROUNDING)]
+    best = min(kept, key=lambda each: each.price_per_h, default=None)
+    lowest = certificate.price_cap or 0
+    if best is None or best.price_per_h * MICRO > (lowest + 1) * (1 + PRICE_GAP):
+        best, certificate = _cheapest_branch(placer, tau_s, throughput, best, certificate, budget, until_s)
+    if best is None:
         most = placer.problem.demand.tokens / min(each.placing.tau_s for each in found)
         raise UserError(
             f"no plan reaches {throughput:,.0f} tokens/s: over the links between the chosen nodes, the plans found "
             f"reach {most:,.0f} at most; ask for that or less"
         )
-    return min(kept, key=lambda each: each.price_per_h)
+    return _answer(placer, best, certificate, throughput)
 
 
-def _why_none(
-    problem: PlanningProblem,
-    result: Result,
+def _cheapest_branch(
+    placer: Placer,
+    tau_s: float,
+    throughput: float,
+    best: Round | None,
+    certificate: Certificate,
     budget: float | None,
-    throughput: float | None,
-    in_turn: PlanningProblem | None,
-) -> str:
-    lines = infeasible_because(problem, budget, throughput, in_turn)
-    why = "; ".join(lines[:2]) or (
+    until_s: float,
+) -> tuple[Round | None, Certificate]:
+    """Searches all branches for a plan that is cheaper than `best` and whose nodes are fast enough."""
+    for branch in branches(placer.problem, placer.inventory):
+        if time.process_time() > until_s:
+            break
+        limit = budget if best is None else best.price_per_h / (1 + PRICE_GAP)
+        problem = within(placer.problem, placer.inventory, placer.workload, branch)
+        result = cheapest(problem, throughput, limit, until_s=until_s)
+        if result.solution is None:
+            continue
+        other = Round(result.solution, result.price_per_h, placer.place(result.solution))
+        is_fast = other.placing.tau_s <= tau_s * (1 + ROUNDING)
+        if is_fast and (best is None or other.price_per_h < best.price_per_h):
+            best = other
+    return best, certificate
+
+
+def _answer(placer: Placer, best: Round, certificate: Certificate, throughput: float | None) -> Answer:
+    problem = placer.problem
+    solution = dataclasses.replace(best.solution, tau_s=best.placing.tau_s)
+    certificate = dataclasses.replace(certificate, columns_sha256=digest(problem))
+    gap = distance(certificate, solution.tau_s, best.price_per_h, is_for_price=throughput is not None)
+    return Answer(solution, best.placing, dataclasses.replace(certificate, gap=gap), best.price_per_h)
+
+
+def question_of(
+    inventory: Inventory, workload: Workload, constants: Constants, budget: float | None, throughput: float | None
+) -> Question:
+    return Question(
+        digest_of(inventory),
+        digest_of(workload),
+        digest_of(constants),
+        budget,
+        throughput,
+        workload.bound,
+        COST_MODEL,
+    )
+
+
+def _why_none(problem: PlanningProblem, budget: float | None, throughput: float | None, until_s: float) -> str:
+    lines = infeasible_because(problem, budget, throughput, until_s)
+    return "; ".join(lines[:2]) or (
         "unknown: the solver ran out of time before it found a plan or proved that there is none; try again with fewer "
         "classes of nodes"
     )
-    return f"{why} ({result.note})" if result.note else why
 
 
 def compose(
@@ -168,7 +334,7 @@ def compose(
     certificate: Certificate,
     budget: float | None,
     throughput: float | None,
-    note: str,
+    takes_turns: bool = False,
 ) -> Plan:
     """Builds the plan of `solution` on the nodes chosen in `placing`, and computes prices, cards and expected
     staleness."""
@@ -185,6 +351,9 @@ def compose(
         budget=budget,
         throughput=throughput,
         rent=dict(rent),
+        free=tuple(
+            name for name in rent if not inventory.classes[name].price_per_h or inventory.classes[name].is_owned
+        ),
         limit=explain.limit(problem, solution, price_per_h, budget, throughput),
         step=PlanStep(
             tau_s=solution.tau_s,
@@ -194,15 +363,28 @@ def compose(
             price_lo_per_h=None if throughput is None else least,
             price_per_million_tokens=explain.price_per_million(price_per_h, tokens_per_s),
         ),
-        training=_training(problem, gang, placing, tokens_per_s, by_price=throughput is not None),
-        rollout=_pools(problem, gang, solution, placing.places),
+        training=dataclasses.replace(
+            _training(problem, gang, placing, tokens_per_s, by_price=throughput is not None),
+            rate_error=_rate_error(inventory, constants, gang.nodes, "train"),
+        ),
+        rollout=tuple(
+            dataclasses.replace(pool, rate_error=_rate_error(inventory, constants, [pool.offer], "decode"))
+            for pool in _pools(problem, gang, solution, placing.places)
+        ),
         sync=Sync(tree.root, update_bytes(workload), tree.hops, CHUNK_BYTES, tree.seconds, tree.lower_bound_s),
         staleness=_staleness(workload, problem, solution),
         placement=_placement(placing, gang, solution, certificate.tau_lo_s if throughput is None else None),
         solution=solution,
-        certificate=dataclasses.replace(certificate, cost_model=COST_MODEL, held_out_error=error),
+        certificate=dataclasses.replace(
+            certificate,
+            held_out_error=error,
+            question=question_of(inventory, workload, constants, budget, throughput),
+            num_shapes=len(problem.gangs) + len(problem.rollout),
+            is_complete=is_complete(inventory),
+        ),
         assumptions=(*_assumptions(inventory, workload, constants), *_sharing(problem, gang, solution)),
-        note=note,
+        note=note_of(problem, solution),
+        takes_turns=takes_turns,
     )
 
 
@@ -216,6 +398,14 @@ def held_out_error(inventory: Inventory, constants: Constants) -> float | None:
             return None
         errors += known
     return max(errors)
+
+
+def _rate_error(inventory: Inventory, constants: Constants, classes: Iterable[str], kind: str) -> float | None:
+    """Largest mean relative error on held-out measurements of a kind, over these classes; None if one was never
+    measured."""
+    cards = [inventory.classes[name].accelerator.name for name in classes]
+    errors = [constants.errors.get(f"{card}.{kind}") for card in cards]
+    return None if None in errors else max(error.mean for error in errors if error is not None)
 
 
 def _common(column: Gang | RolloutColumn, record: type[Training | Pool]) -> dict[str, Any]:
@@ -256,19 +446,27 @@ def _pools(problem: PlanningProblem, gang: Gang, solution: Solution, places: Seq
                 price_per_million_tokens=explain.price_per_million(price, net),
                 why=explain.why_generates(problem, column.offer),
                 shares_gang=column.is_home,
+                beside=column.is_home and problem.demand.bound > 0,
             )
         )
     return tuple(pools)
 
 
 def _placement(placing: Placing, gang: Gang, solution: Solution, tau_lo_s: float | None) -> Placement:
-    relays = {*gang.nodes, *placing.lags_s} if placing.problem.demand.bound else ()
-    assumed = {column.offer: column.lag_from_s(gang.root, relays) for column in placing.columns}
-    placed = {column.offer: column.lag_from_s(gang.root, relays) for column in placing.problem.rollout}
+    lags_s = placing.lags.by_class
+    relays = {*gang.nodes, *lags_s} if placing.problem.demand.bound else ()
+
+    def longest_s(columns: Sequence[RolloutColumn]) -> dict[str, float]:
+        return {
+            name: max((c.lag_from_s(gang.root, relays) for c in columns if c.offer == name), default=0.0)
+            for name in lags_s
+        }
+
+    assumed, placed = longest_s(placing.columns), longest_s(placing.problem.rollout)
     return Placement(
         assumed_step_s=placing.assumed.step_s,
-        assumed_lags_s={name: assumed[name] for name in placing.lags_s},
-        lags_s={name: placed[name] for name in placing.lags_s},
+        assumed_lags_s=assumed,
+        lags_s=placed,
         gap=None if tau_lo_s is None else (solution.tau_s - tau_lo_s) / tau_lo_s,
     )
 
@@ -305,6 +503,12 @@ def _sharing(problem: PlanningProblem, gang: Gang, solution: Solution) -> list[s
     """Returns one line of text for each class whose cards take turns between training and generation. The line gives
     the training state that stays on the cards, and the time to load the engine's weights again."""
     own = [column for column in problem.rollout if column.is_home and column.name in solution.replicas]
+    if problem.demand.bound:
+        return [
+            f"{name}: {gang.tp * gang.pp * gang.dp} cards of a node train while its other cards generate; that they "
+            "slow one another is not counted"
+            for name in {column.offer: None for column in own}
+        ]
     lines = []
     for offer in {column.offer: None for column in own}:
         wake_s = max(column.blocking_s[gang.root] for column in own if column.offer == offer)

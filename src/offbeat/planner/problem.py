@@ -19,6 +19,15 @@ class Offer:
     num_nodes: int
     per_node: int
     node_price_per_h: float
+    most_generating: int | None = None
+    """Largest number of nodes that may be rented for rollout, besides those that train; None: all of them."""
+    least_generating: int = 0
+    """Smallest number of rented nodes on which replicas run."""
+
+    def num_free(self, num_training: int) -> int:
+        """Number of nodes that may be rented for rollout if `num_training` nodes train."""
+        left = self.num_nodes - num_training
+        return left if self.most_generating is None else min(left, self.most_generating)
 
 
 @dataclass(frozen=True)
@@ -49,12 +58,13 @@ class RolloutColumn:
     class. Holds only lags shorter than the direct one. A class relays only if the plan uses its nodes. Used only with a
     staleness bound above 0."""
     room_bytes: float | None = None
-    """Bytes left on each card for training state, if the replica runs on a training gang's nodes and takes turns with
-    training (only with staleness bound 0). None for replicas on nodes of their own."""
+    """Bytes left on each card for training state, if the replica runs on a training gang's nodes: with staleness bound
+    0 in turn with training, otherwise on cards that do not train, where it is 0. None for replicas on nodes of their
+    own."""
 
     @property
     def is_home(self) -> bool:
-        """Whether replicas run on the gang's own nodes, taking turns with training."""
+        """Whether replicas run on the gang's own nodes."""
         return self.room_bytes is not None
 
     def fits_beside(self, gang: Gang) -> bool:
@@ -93,9 +103,19 @@ class Gang:
     """Bytes of training state on each card between two steps, by class; empty if replicas never share the gang's
     nodes."""
 
+    home_cards: Mapping[str, int] | None = None
+    """Cards of the gang's nodes on which replicas may run, by class. None: with staleness bound 0 all of them, in turn
+    with training; otherwise none."""
+
     @property
     def period_s(self) -> float:
         return self.step_s + self.publish_s
+
+    def num_home_cards(self, offer: Offer, bound: int) -> int:
+        """Number of cards of the gang's nodes of a class on which replicas may run, with this staleness bound."""
+        if self.home_cards is not None:
+            return self.home_cards.get(offer.name, 0)
+        return 0 if bound else self.nodes.get(offer.name, 0) * offer.per_node
 
 
 @dataclass(frozen=True)
@@ -156,3 +176,14 @@ class Solution:
     nodes: Mapping[str, int]
     """Number of nodes rented for rollout, besides the gang's, by offer (class of nodes); offers without such nodes are
     left out."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Part of all plans, by which classes generate. An empty branch is all of them."""
+
+    nodes: Mapping[str, str] = field(default_factory=dict)
+    """State of each class: it generates on none of its rented nodes, on one, on some, or on two or more (many)."""
+    at_home: str = ""
+    """Training nodes that generate too, in turn (only with staleness bound 0): none, at most one of each class, or many
+    of a gang of one class or of both classes of a gang. Empty: any of these."""

@@ -1,3 +1,4 @@
+import random
 from dataclasses import replace
 from itertools import pairwise
 
@@ -6,19 +7,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_shapes import CARD, QWEN_1_5B, QWEN_7B, QWEN_14B, cluster, machines, work
 
+from benchmarks.planner_honesty.clusters import random_case
 from offbeat.errors import UserError
 from offbeat.planner.columns.columns import demand_of, problem_of
-from offbeat.planner.columns.gangs import _alone_on, fabric_of, node_grid, split_layers
+from offbeat.planner.columns.gangs import (
+    StageCost,
+    _alone_on,
+    crossing_share,
+    divided,
+    fabric_of,
+    node_grid,
+    over_links,
+    split_layers,
+)
 from offbeat.planner.columns.replicas import class_columns, row_grid, undominated
 from offbeat.planner.cost.constants import Constants, Efficiencies
 from offbeat.planner.cost.memory import kv_bytes_per_row, max_rows, usable_bytes
-from offbeat.planner.cost.rollout_time import decode_step_s, prompt_s, refill_s
+from offbeat.planner.cost.rollout_time import decode_step_s, prompt_s, refill_s, tail_s
 from offbeat.planner.cost.sizes import update_bytes
 from offbeat.planner.cost.sync_time import CHUNK_BYTES
-from offbeat.planner.cost.training_time import bubble, compute_s, dp_s, tp_s
+from offbeat.planner.cost.training_time import boundary_s, bubble, compute_s, dp_s, tp_s
 from offbeat.planner.inputs.hardware import Link
 from offbeat.planner.inputs.model_shapes import num_parameters, weight_bytes
 from offbeat.planner.inputs.workload import KvPolicy, RewardMachines
+from offbeat.planner.problem import RolloutColumn
+from offbeat.planner.solve.search import fastest
 
 FAST = {"flops": 700e12, "memory_bytes_per_s": 2e12}
 WIDE = {"flops": 150e12, "memory_bytes_per_s": 4e12, "memory_bytes": 96e9}
@@ -90,19 +103,59 @@ def test_gangs_have_whole_nodes_on_offer_and_cards_that_multiply(problem):
         assert all(0 < count <= problem.offers[name].num_nodes for name, count in gang.nodes.items())
         assert gang.root in gang.nodes
         if len(gang.nodes) == 1:
-            assert gang.tp * gang.pp * gang.dp == 8 * sum(gang.nodes.values())
+            left = sum((gang.home_cards or {}).values())
+            assert gang.tp * gang.pp * gang.dp + left == 8 * sum(gang.nodes.values())
         assert sum(gang.layers) == 28
 
 
-def test_a_gang_with_no_fewer_nodes_is_faster(problem):
+def test_a_gang_with_no_fewer_nodes_is_faster_unless_it_publishes_elsewhere_or_leaves_cards_free(problem):
     for gang in problem.gangs:
         for other in problem.gangs:
-            if gang is not other and all(gang.nodes.get(name, 0) >= count for name, count in other.nodes.items()):
+            if gang is other or gang.root != other.root or (gang.home_cards or other.home_cards):
+                continue
+            if all(gang.nodes.get(name, 0) >= count for name, count in other.nodes.items()):
                 assert gang.period_s < other.period_s
 
 
+def test_a_node_may_train_on_some_cards_and_generate_on_the_others():
+    one = problem_of(cluster(machines("a", 1, memory_bytes=80e9, **FAST)), work(QWEN_7B, bound=2))
+    parts = [gang for gang in one.gangs if gang.home_cards]
+    assert {gang.home_cards["a"] + gang.tp * gang.pp * gang.dp for gang in parts} == {8}
+    assert fastest(one).solution.gang in {gang.name for gang in parts}
+    apart = problem_of(cluster(machines("a", 1, **FAST)), work(QWEN_7B, bound=2, colocates=False))
+    assert not any(gang.home_cards for gang in apart.gangs)
+
+
+def test_a_pipeline_inside_a_class_waits_for_the_link_between_its_stages():
+    step = work(groups_per_step=400)
+    quick, slow = (cluster(machines("a", 4, memory_bytes=200e9, **FAST), same=same) for same in (50e9, 1e7))
+    for pp in (2, 4):
+        shape = (1, pp, 32 // pp)
+        fast_s, slow_s = (
+            min(
+                gang.step_s
+                for gang in _alone_on(place.classes["a"], 4, place, step, Constants())
+                if (gang.tp, gang.pp, gang.dp) == shape
+            )
+            for place in (quick, slow)
+        )
+        assert slow_s > 2 * fast_s
+        # Each node holds whole stages or a part of one, and its link carries a boundary's share of all activations.
+        share = crossing_share(8, pp, 32 // pp, is_shared=False)
+        assert slow_s >= boundary_s(step, 1e7, 1) * share
+
+
+def test_layers_are_divided_for_the_slower_stage_and_only_where_they_fit():
+    fast, tight = StageCost(1.0, 1e9, 1e9, 30e9), StageCost(3.0, 1e9, 1e9, 5e9)
+    assert work().model.num_layers == 28
+    assert divided(work(), [fast, replace(tight, room_bytes=20e9)]) == (21.0, (21, 7))
+    assert divided(work(), [fast, tight]) == (23.0, (23, 5))
+    assert divided(work(), [replace(fast, room_bytes=20e9), tight]) is None
+    assert divided(work(), [fast, tight], layers=(14, 14)) == (42.0, (14, 14))
+
+
 def test_a_pipeline_waits_for_its_fullest_stage_in_all_that_it_does():
-    place = cluster(machines("a", 16, memory_bytes=200e9, **FAST))
+    place = cluster(machines("a", 16, memory_bytes=200e9, **FAST), same=1e15)  # boundaries between stages cost nothing
     step = work(groups_per_step=400)
     found = _alone_on(place.classes["a"], 16, place, step, Constants())
     gang = next(one for one in found if (one.tp, one.pp, one.dp) == (4, 16, 2))
@@ -180,7 +233,7 @@ def test_large_clusters_have_few_sizes_of_gang():
 def test_thousands_of_nodes_of_eight_classes_give_a_few_hundred_gangs():
     cards = [machines(f"c{speed}", 1024, flops=speed * 1e14, memory_bytes_per_s=speed * 1e12) for speed in range(1, 9)]
     problem = problem_of(cluster(*cards), work(groups_per_step=64))
-    assert len(problem.gangs) < 600
+    assert len(problem.gangs) < 1200
     assert len(problem.rollout) < 800
 
 
@@ -263,7 +316,7 @@ def shared(problem):
 def test_cards_take_turns_only_with_bound_0_and_only_where_the_workload_lets_them():
     assert shared(problem_of(PLACE, work(bound=0)))
     for apart in (work(bound=1), work(bound=0, colocates=False)):
-        assert shared(problem_of(PLACE, apart)) == []
+        assert [one for one in shared(problem_of(PLACE, apart)) if one.room_bytes] == []
         assert all(gang.kept_bytes == {} for gang in problem_of(PLACE, apart).gangs)
 
 
@@ -299,10 +352,50 @@ def test_no_card_takes_turns_where_the_state_leaves_no_room_for_an_answer():
     assert {column.offer for column in shared(problem)} == {"large"}
 
 
-def test_with_bound_0_no_answer_is_filled_again_and_shared_cards_load_all_weights():
-    apart, waits = problem_of(PLACE, work(bound=1)), problem_of(PLACE, work(bound=0))
+def test_with_bound_0_slots_idle_at_the_end_no_answer_is_filled_again_and_shared_cards_load_all_weights():
+    asked = work(bound=0)
+    apart, waits = problem_of(PLACE, work(bound=1)), problem_of(PLACE, asked)
+    rented = [column for column in apart.rollout if not column.is_home]
+
+    def idle_s(column: RolloutColumn) -> float:
+        card = PLACE.classes[column.offer].accelerator
+        return tail_s(asked, card, Efficiencies(), column.tp, column.token_s)
+
     by_name = {column.name: column for column in waits.rollout}
-    assert any(by_name[one.name].blocking_s["wide"] < one.blocking_s["wide"] for one in apart.rollout)
+    least_s = {one.name: by_name[one.name].blocking_s["wide"] - idle_s(by_name[one.name]) for one in rented}
+    assert any(least_s[one.name] < one.blocking_s["wide"] for one in rented)
+    assert all(seconds == pytest.approx(0.2) for seconds in least_s.values())
     for column in shared(waits):
         loaded_s = weight_bytes(QWEN_7B) / column.tp / PLACE.classes[column.offer].accelerator.host_bytes_per_s
-        assert column.blocking_s["wide"] == pytest.approx(0.2 + loaded_s)
+        assert column.blocking_s["wide"] == pytest.approx(0.2 + loaded_s + idle_s(column))
+
+
+def test_spot_nodes_generate_less_and_stop_the_gangs_that_they_are_part_of():
+    def problem_with(reclaims_per_h):
+        wide = replace(PLACE.classes["wide"], reclaims_per_h=reclaims_per_h, restart_s=600.0)
+        return problem_of(replace(PLACE, classes={**PLACE.classes, "wide": wide}), work())
+
+    safe, spot = problem_with(0.0), problem_with(0.5)
+    rates = {column.name: column.tokens_per_s for column in safe.rollout}
+    steps = {gang.name: gang.step_s for gang in safe.gangs}
+    for column in spot.rollout:
+        least = 0.0 if column.offer == "fast" else 0.5 * 600 / 3600
+        assert rates[column.name] / column.tokens_per_s - 1 >= least - 1e-12
+        assert column.offer == "wide" or rates[column.name] == column.tokens_per_s
+    for gang in spot.gangs:
+        if gang.name in steps:
+            often = 0.5 * gang.nodes.get("wide", 0) / 3600
+            before_s = steps[gang.name]
+            assert gang.step_s == pytest.approx(before_s * (1 + often * (600 + before_s / 2)))
+    whole = fastest(safe).solution.tau_s
+    assert fastest(spot).solution.tau_s > whole
+
+
+def test_every_gang_has_its_time_over_its_own_links_however_it_saves_memory():
+    """A pipeline whose layers were moved until ZeRO-1 fits may also run with ZeRO-2 and other layers."""
+    chosen = random_case(random.Random("2025/45"), 45)
+    problem = problem_of(chosen.inventory, chosen.workload)
+    assert any(gang.zero == 2 and len(gang.nodes) > 1 and gang.pp > 1 for gang in problem.gangs)
+    for gang in problem.gangs:
+        again = over_links(gang, chosen.inventory, chosen.workload, Constants())
+        assert again.step_s == pytest.approx(gang.step_s, rel=1e-9)

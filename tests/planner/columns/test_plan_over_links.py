@@ -23,9 +23,9 @@ def over(gang, *slow):
 def test_over_the_links_that_it_was_made_for_a_gang_is_as_fast_as_it_was():
     assert {bool(gang.batch_shares) for gang in MIXED} == {True, False}
     for gang in MIXED:
-        assert over(gang) == gang.step_s
+        assert over(gang) <= gang.step_s  # of ways that differ in recomputing alone the fastest
     for gang in ALONE:  # of ways that differ in recomputing alone the faster
-        assert over(gang) <= gang.step_s
+        assert over(gang) <= gang.step_s * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("gang", MIXED, ids=lambda gang: gang.name)

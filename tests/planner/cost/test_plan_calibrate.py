@@ -69,6 +69,18 @@ def test_a_decode_sweep_gives_back_the_constants_that_made_it():
         assert fitted == pytest.approx(true, rel=0.05)
 
 
+def test_a_sweep_at_one_context_gives_overheads_and_leaves_the_reading_of_keys_and_values_at_its_default():
+    one_context = [one for one in decodes() if one.context == 2048]
+    constants = fit(one_context, MODEL, {"card": CARD})
+    figures = constants.of("card")
+    assert constants.source("card", "kv_read_share") == FigureSource.DEFAULT
+    assert constants.source("card", "row_overhead_s") == FigureSource.FITTED
+    assert constants.errors["card.decode"].mean < 0.05
+    for rows in (3, 100, 200):
+        fitted, true = (decode_step_s(MODEL, CARD, each, 1, rows, 2048) for each in (figures, TRUE))
+        assert fitted == pytest.approx(true, rel=0.05)
+
+
 def test_noise_shows_in_the_held_out_error_and_moves_the_constants_little():
     clean, noisy = (fit(decodes(noise), MODEL, {"card": CARD}) for noise in (0.0, 0.03))
     assert clean.errors["card.decode"].mean < 0.02
@@ -96,7 +108,7 @@ def test_prefill_and_link_are_lines_with_an_intercept():
         Measurement(
             "prefill",
             "card",
-            0.004 + prefill_s(prefill_flop(MODEL, tokens, tokens**2), CARD, TRUE, 1),
+            0.004 + prefill_s(prefill_flop(MODEL, tokens, tokens**2), MODEL, CARD, TRUE, 1),
             tokens=tokens,
             sum_square_tokens=tokens**2,
         )
@@ -127,7 +139,7 @@ def test_training_holds_out_the_largest_gang():
     "measurements, told",
     [
         (decodes(figures=replace(TRUE, kv_read_share=0.3)), "no answers were preempted"),
-        ([one for one in decodes() if one.context == 512], "3 or more different values of context, not 1"),
+        ([one for one in decodes() if one.rows == 4], "3 or more different values of rows, not 1"),
         (trainings()[:1], "measure two or more sizes or numbers of tokens"),
         ([replace(one, seconds=one.seconds / 5) for one in trainings()], "times the peak"),
         ([replace(one, accelerator="cart") for one in trainings()], "did you mean 'card'?"),

@@ -13,7 +13,7 @@ from offbeat.planner.cost.constants import Constants
 from offbeat.planner.inputs.workload_file import load_workload
 from offbeat.planner.place.islands import Group, lay_gang
 from offbeat.planner.place.nodes import fabric_of
-from offbeat.planner.place.realised import lags_s, load, period_s, slowed, step_s
+from offbeat.planner.place.realised import Arrivals, arrivals, load, period_s, slowed, step_s
 from offbeat.planner.solve.check import check
 from offbeat.planner.solve.search import fastest
 
@@ -23,7 +23,7 @@ PROBLEM = problem_of(PLAIN, SEVEN)
 
 
 def gang_of(nodes: dict[str, int]):
-    return next(gang for gang in PROBLEM.gangs if gang.nodes == nodes)
+    return next(gang for gang in PROBLEM.gangs if gang.nodes == nodes and gang.pp == 1)
 
 
 def took_s(gang, measured) -> float:
@@ -58,16 +58,19 @@ def test_what_crosses_between_stages_goes_by_the_busiest_node():
 
 def test_a_class_has_a_version_when_its_last_node_has_it():
     fabric = fabric_of(dataclasses.replace(cluster({"a": 1, "b": 2}), measured={frozenset(("b-0", "b-1")): 0.5 * GB}))
-    found = lags_s(fabric, {"b-0": ("a-0",), "b-1": ("b-0",)}, 3 * GB)
-    assert found == {"b": pytest.approx(6, rel=0.01)}
+    senders = {"b-0": ("a-0",), "b-1": ("b-0",)}
+    found = arrivals(fabric, senders, 3 * GB)
+    assert found == Arrivals({"b": pytest.approx(6, rel=0.01)}, {})
+    trained = arrivals(fabric, senders, 3 * GB, trains=["a-0", "b-0"])
+    assert trained == Arrivals({"b": pytest.approx(6, rel=0.01)}, {"b": pytest.approx(2, rel=0.01)})
 
 
 def test_only_what_is_slower_by_more_than_the_share_is_replaced():
     gang = PROBLEM.gangs[0]
-    assert slowed(PROBLEM, gang, gang.step_s * 1.01, {"a": 0.0}, by=0.02) is PROBLEM
-    slower = slowed(PROBLEM, gang, gang.step_s * 1.03, {"b": 1e3}, by=0.02)
+    assert slowed(PROBLEM, gang, gang.step_s * 1.01, Arrivals({"a": 0.0}), by=0.02) is PROBLEM
+    slower = slowed(PROBLEM, gang, gang.step_s * 1.03, Arrivals({"b": 1e3}), by=0.02)
     assert slower.gangs[0].step_s == gang.step_s * 1.03
-    assert {column.lag_s[gang.root] for column in slower.rollout if column.offer == "b"} == {1e3}
+    assert {column.lag_s[gang.root] for column in slower.rollout if column.offer == "b" and not column.is_home} == {1e3}
     assert [one for one in slower.rollout if one.offer == "a"] == [one for one in PROBLEM.rollout if one.offer == "a"]
 
 
@@ -76,7 +79,7 @@ def test_the_placed_period_is_the_shortest_at_which_every_row_holds(bound):
     problem = dataclasses.replace(PROBLEM, demand=dataclasses.replace(PROBLEM.demand, bound=bound))
     solution = fastest(problem).solution
     gang = next(gang for gang in problem.gangs if gang.name == solution.gang)
-    placed = slowed(problem, gang, gang.step_s * 1.5 + solution.tau_s, {"a": 30.0, "b": 40.0})
+    placed = slowed(problem, gang, gang.step_s * 1.5 + solution.tau_s, Arrivals({"a": 30.0, "b": 40.0}))
     tau_s = period_s(problem, placed, solution)
     assert check(placed, dataclasses.replace(solution, tau_s=tau_s)) == []
     assert check(placed, dataclasses.replace(solution, tau_s=tau_s * (1 - 1e-6)))

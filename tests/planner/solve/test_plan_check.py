@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from plan_instances import at_home, drawn, golden
 
 from offbeat.planner.solve.bounds import Multipliers
-from offbeat.planner.solve.check import _ladders, _lost_s, check, unproven
+from offbeat.planner.solve.check import (
+    _age_rows,
+    _best_in_turn,
+    _Floats,
+    _ladders,
+    _lost_s,
+    _memory_rows,
+    check,
+    unproven,
+)
 from offbeat.planner.solve.search import cheapest, fastest
 
 
@@ -121,3 +130,25 @@ def test_a_certificate_that_forbids_its_own_plan_is_refused():
     plan = fastest(golden())
     broken = check(golden(), plan.solution, replace(plan.certificate, tau_lo_s=40.0))
     assert any("claims that no period is below 40 s" in line for line in broken)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10_000))
+def test_taking_turns_the_most_valuable_column_is_found_without_computing_all_exactly(seed):
+    problem = drawn(seed)
+    problem = replace(problem, demand=replace(problem.demand, bound=0))
+    assume(problem.gangs and problem.rollout)
+    gang, prices = problem.gangs[0], Multipliers(1 / 7, 1 / 1000, 0.0)
+    tau_s = gang.period_s * 3
+    tau, nu, lam = Fraction(tau_s), Fraction(prices.nu), Fraction(prices.lam)
+    among = _Floats.of(problem, [gang]).by_worth(gang, tau_s, prices)
+    found = _best_in_turn(problem, gang, tau, nu, lam, among)
+    for place in among:
+        values = [
+            (nu * Fraction(c.tokens_per_s) * max(tau - _lost_s(problem, gang, c), Fraction(0)) - lam * c.concurrency)
+            / c.num_accelerators
+            for c in problem.rollout
+            if (c.offer, c.room_bytes is not None) == place
+            and not [*_age_rows(problem, gang, tau, [(c, 1)]), *_memory_rows(gang, [(c, 1)])]
+        ]
+        assert found.get(place, ([], []))[1] == ([max(values)] if values else [])

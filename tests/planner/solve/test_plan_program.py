@@ -1,5 +1,7 @@
 """The integer program at a fixed period, beside counting."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,7 +9,8 @@ from hypothesis import strategies as st
 from plan_instances import drawn, golden, least_price
 
 from offbeat.planner.problem import Offer
-from offbeat.planner.solve.program import Aim, ProgramAnswer, Status, solve
+from offbeat.planner.solve import bounds
+from offbeat.planner.solve.program import Aim, ProgramAnswer, Status, highs, solve, with_whole_nodes
 from offbeat.planner.solve.view import MICRO, ColumnCounts, restore, view_of
 
 
@@ -113,3 +116,51 @@ def test_among_chosen_columns_a_plan_uses_no_other():
             assert [i for i, count in enumerate(found.replicas) if count] == [j]
             assert view.price(found) >= view.price(whole.counts)
     assert solve(view, 60.0, every(view), among=np.array([], dtype=int)).counts is None
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([8.5, 15.0, 25.0, 45.0, 90.0]))
+def test_whole_nodes_with_parts_of_replicas_rule_out_no_plan_and_cost_no_more(seed, tau_s):
+    problem = drawn(seed)
+    view = view_of(problem)
+    for gang in every(view):
+        wanted = least_price(replace(problem, gangs=(view.gangs[gang],)), tau_s)
+        relaxed = with_whole_nodes(view, tau_s, gang, Aim.PRICE, None, 1e-3, 5.0, highs)
+        if wanted is None:
+            continue
+        assert relaxed.status is Status.FEASIBLE
+        assert relaxed.bound <= wanted * MICRO * (1 + 1e-9) + 1
+        assert relaxed.shortest_s <= tau_s
+
+
+def many_shapes(num: int):
+    """The golden instance with `num` shapes for each class, whose rates grow less and less with what is in flight."""
+    problem = golden()
+    rollout = tuple(
+        replace(one, name=f"{one.name} {rows}", concurrency=rows, tokens_per_s=one.tokens_per_s * rows / (16 + rows))
+        for one in problem.rollout
+        for rows in range(1, num + 1)
+    )
+    return replace(problem, rollout=rollout)
+
+
+def test_few_shapes_stand_for_hundreds():
+    view = view_of(many_shapes(300))
+    few, factor = bounds.envelope(view, 60.0, 0, 1e-3)
+    assert len(few) < len(view.columns) / 4
+    assert factor <= 1.001
+    tokens = view.tokens(60.0, np.array([0]))[0]
+    for j in range(len(view.columns)):
+        mine = [i for i in few if view.group[i] == view.group[j]]
+        most = np.interp(view.concurrency[j], [0, *view.concurrency[mine]], [0, *(factor * tokens[i] for i in mine)])
+        assert tokens[j] <= most * (1 + 1e-12)
+
+
+def test_a_class_that_must_generate_has_a_replica_on_each_node_that_it_must_use():
+    free, forced = golden(), golden()
+    forced = replace(forced, offers={**forced.offers, "A": replace(forced.offers["A"], least_generating=1)})
+    for problem, generates in ((free, False), (forced, True)):
+        view = view_of(problem)
+        gang = next(s for s in every(view) if view.gangs[s].name == "A x 1")
+        chosen = restore(view, solve(view, 60.0, [gang], gap=0.0).counts, 60.0)
+        assert bool(chosen.nodes.get("A")) is generates

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from offbeat.planner.columns.gangs import Known, gangs
-from offbeat.planner.columns.replicas import home_columns, rollout_columns
+from offbeat.planner.columns.gangs import Known, gangs, is_complete
+from offbeat.planner.columns.replicas import FINE_GROWTH, ROWS_GROWTH, home_columns, rollout_columns
 from offbeat.planner.cost.constants import Constants
-from offbeat.planner.cost.sync_time import relay_s
+from offbeat.planner.cost.sync_time import least_s
 from offbeat.planner.inputs.hardware import Inventory, at_best
 from offbeat.planner.inputs.workload import Workload
 from offbeat.planner.problem import Demand, Offer, PlanningProblem
@@ -39,19 +39,24 @@ def problem_of(
     }
     training = gangs(inventory, workload, constants, known)
     roots = sorted({gang.root for gang in training})
-    columns = rollout_columns(inventory, workload, constants, roots)
-    if workload.may_share:
-        columns += home_columns(inventory, workload, constants, training)
-    lags: dict[str, dict[str, Any]] = {}
-    for name in sorted({column.offer for column in columns}):
-        num_nodes = inventory.classes[name].num_nodes
-        lag_s = {root: relay_s(workload, inventory, root, name, num_nodes) for root in roots}
-        over_s = lag_over_s(inventory, workload, lag_s, name) if workload.bound else {}
-        lags[name] = {"lag_s": lag_s, "lag_over_s": over_s}
+    growth = FINE_GROWTH if is_complete(inventory) else ROWS_GROWTH
+    columns = rollout_columns(inventory, workload, constants, roots, growth)
+    if workload.may_share or any(gang.home_cards for gang in training):
+        columns += home_columns(inventory, workload, constants, training, growth)
+    lags: dict[tuple[str, bool], dict[str, Any]] = {}
+    for name, is_home in sorted({(column.offer, column.is_home) for column in columns}):
+        # At best, a single node of the class has to be reached, and a gang's own nodes need no transfer.
+        lag_s = {root: least_s(workload, inventory, root, name) for root in roots}
+        lag_s |= {name: 0.0} if is_home and name in lag_s else {}
+        over_s = lag_over_s(inventory, workload, lag_s, name)
+        if not workload.bound:  # whoever relays is part of every wait, so the best way counts at once
+            lag_s = {root: min([seconds, *over_s.get(root, {}).values()]) for root, seconds in lag_s.items()}
+            over_s = {}
+        lags[name, is_home] = {"lag_s": lag_s, "lag_over_s": over_s}
     reward = workload.reward
     return PlanningProblem(
         offers=offers,
-        rollout=tuple(replace(column, **lags[column.offer]) for column in columns),
+        rollout=tuple(replace(column, **lags[column.offer, column.is_home]) for column in columns),
         gangs=training,
         demand=demand_of(workload),
         fixed_price_per_h=reward.num_slots * reward.price_per_slot_h if reward else 0.0,
@@ -78,11 +83,10 @@ def lag_over_s(
     """Returns the seconds from a version's publication until the class `name` has it, if a third class relays it. Keys
     are the publishing class, then the relaying class. Holds only times clearly shorter than the direct ones in
     `direct_s`, which is keyed by publishing class."""
-    num_nodes = inventory.classes[name].num_nodes
     found: dict[str, dict[str, float]] = {}
     for root, seconds in direct_s.items():
         between = [over for over in inventory.classes if over not in (root, name) and inventory.classes[over].num_nodes]
-        ways_s = {over: relay_s(workload, inventory, root, name, num_nodes, over) for over in between if seconds}
+        ways_s = {over: least_s(workload, inventory, root, name, over) for over in between if seconds}
         if sooner := {over: way_s for over, way_s in ways_s.items() if way_s < seconds * (1 - WORTH_A_DETOUR)}:
             found[root] = sooner
     return found

@@ -13,7 +13,7 @@ from dataclasses import replace
 from offbeat.errors import UserError
 from offbeat.planner.cost.constants import Constants, Efficiencies
 from offbeat.planner.cost.memory import max_rows, rollout_bytes, spare_bytes
-from offbeat.planner.cost.rollout_time import decode_step_s, prompt_s, update_s
+from offbeat.planner.cost.rollout_time import decode_step_s, prompt_s, tail_s, update_s
 from offbeat.planner.cost.sizes import mean_context_tokens
 from offbeat.planner.cost.sync_time import swap_s, wake_s
 from offbeat.planner.inputs.hardware import Inventory, MachineClass
@@ -24,16 +24,21 @@ TENSOR_PARALLEL = (1, 2, 4, 8)
 ROWS_GROWTH = 2**0.5
 """Ratio between neighbouring numbers of answers in flight that are tried. The token rates of two neighbours differ by
 at most this factor."""
-FEW_CLASSES = 4
-"""Largest number of node classes for which twice as many numbers of answers in flight are tried. With more classes,
-that would take too long."""
+EVERY_ROW = 64
+FINE_GROWTH = 1.02
+"""For few machines (`gangs.is_complete`), every number of answers in flight up to `EVERY_ROW` is tried, and larger ones
+in steps by this factor."""
 
 
 def rollout_columns(
-    inventory: Inventory, workload: Workload, constants: Constants, roots: Sequence[str]
+    inventory: Inventory,
+    workload: Workload,
+    constants: Constants,
+    roots: Sequence[str],
+    growth: float = ROWS_GROWTH,
 ) -> tuple[RolloutColumn, ...]:
-    """Returns replica shapes (columns) on nodes rented for rollout; `roots`: the classes that may publish versions."""
-    growth = ROWS_GROWTH if len(inventory.classes) > FEW_CLASSES else ROWS_GROWTH**0.5
+    """Returns replica shapes (columns) on nodes rented for rollout. `roots` are the classes that may publish versions,
+    `growth` is that of `row_grid`."""
     columns = []
     for machines in inventory.classes.values():
         if machines.num_nodes > 0:
@@ -45,28 +50,41 @@ def rollout_columns(
 
 
 def home_columns(
-    inventory: Inventory, workload: Workload, constants: Constants, training: Sequence[Gang]
+    inventory: Inventory,
+    workload: Workload,
+    constants: Constants,
+    training: Sequence[Gang],
+    growth: float = ROWS_GROWTH,
 ) -> tuple[RolloutColumn, ...]:
-    """Returns the replica shapes (columns) on nodes of a training gang, where training and generation take turns. Only
-    shapes that fit on the cards beside the training state of at least one gang are returned. The training state stays
-    on a card while the card generates. The engine's weights leave the card while it trains and are loaded again
-    afterwards."""
+    """Returns the replica shapes (columns) on nodes of a training gang. With a staleness bound above 0, they run on
+    cards that do not train. With bound 0, training and generation take turns. Only shapes that fit on the cards beside
+    the training state of at least one gang are returned. The training state stays on a card while the card generates.
+    The engine's weights leave the card while it trains and are loaded again afterwards."""
     roots = sorted({gang.root for gang in training})
     found = []
     for name, machines in inventory.classes.items():
-        hosts = [gang for gang in training if name in gang.nodes]
-        card, figures = machines.accelerator, constants.of(machines.accelerator.name)
-        columns = [
-            replace(
-                column,
-                name=f"{column.name} shared",
-                blocking_s=dict.fromkeys(roots, wake_s(workload, card, figures, column.tp)),
-                room_bytes=spare_bytes(workload, card, figures, column.tp, column.concurrency),
-            )
-            for column in (class_columns(machines, workload, figures, roots) if hosts else ())
-        ]
+        hosts = [gang for gang in training if name in gang.nodes and (workload.may_share or gang.home_cards)]
+        figures = constants.of(machines.accelerator.name)
+        shapes = class_columns(machines, workload, figures, roots, growth) if hosts else []
+        columns = [_at_home(column, machines, workload, figures) for column in shapes]
         found += undominated([column for column in columns if any(column.fits_beside(gang) for gang in hosts)])
     return tuple(found)
+
+
+def _at_home(column: RolloutColumn, machines: MachineClass, workload: Workload, figures: Efficiencies) -> RolloutColumn:
+    """Returns the column for nodes that train too: in turn on the same cards, or on cards that do not train."""
+    if not workload.may_share:
+        return replace(column, name=f"{column.name} beside", room_bytes=0.0)
+    card = machines.accelerator
+    return replace(
+        column,
+        name=f"{column.name} shared",
+        blocking_s=dict.fromkeys(
+            column.blocking_s,
+            wake_s(workload, card, figures, column.tp) + tail_s(workload, card, figures, column.tp, column.token_s),
+        ),
+        room_bytes=spare_bytes(workload, card, figures, column.tp, column.concurrency),
+    )
 
 
 def class_columns(
@@ -96,8 +114,11 @@ def in_flight_cap(workload: Workload) -> int:
 
 
 def row_grid(largest: int, growth: float = ROWS_GROWTH) -> list[int]:
-    """Numbers from 1 to `largest` in steps by the factor `growth`; empty if `largest` is 0."""
+    """Numbers from 1 to `largest` in steps by the factor `growth`; empty if `largest` is 0. Steps by `FINE_GROWTH` or
+    less begin at `EVERY_ROW`; below it, every number is returned."""
     grid, rows = [], 1.0
+    if growth <= FINE_GROWTH:
+        grid, rows = list(range(1, min(EVERY_ROW, largest))), float(EVERY_ROW)
     while rows < largest:
         grid.append(round(rows))
         rows *= growth
@@ -115,10 +136,15 @@ def rollout_column(
     new_prompt_s = prompt_s(workload, card, figures, tp)
     tokens_per_s = workload.answer.mean / (workload.answer.mean * step_s / busy_rows + new_prompt_s)
     token_s = busy_rows / tokens_per_s
+    # A node that is taken back generates nothing until it is replaced, and its answers, half done on average, begin
+    # anew.
+    tokens_per_s *= up_share(machines, 1, token_s * workload.answer.mean / 2)
     spare = spare_bytes(workload, card, figures, tp, rows)
     blocking_s = swap_s(workload, card, figures, tp, spare)
-    if workload.bound:  # with bound 0 no answer is in flight when a version comes
+    if workload.bound:
         blocking_s += update_s(workload, card, figures, tp, busy_rows, token_s)
+    else:  # no answer is in flight when a version comes: slots idle while the last answers of the step end
+        blocking_s += tail_s(workload, card, figures, tp, token_s)
     return RolloutColumn(
         name=f"{machines.name} tp{tp} x{rows}",
         offer=machines.name,
@@ -130,6 +156,12 @@ def rollout_column(
         blocking_s=dict.fromkeys(roots, blocking_s),
         kv=str(workload.kv),
     )
+
+
+def up_share(machines: MachineClass, num_nodes: int, lost_s: float) -> float:
+    """Share of the time that work on `num_nodes` nodes goes on although the provider takes nodes back (spot machines).
+    `lost_s` is the work in seconds that is lost with a node."""
+    return 1 / (1 + num_nodes * machines.reclaims_per_h * (machines.restart_s + lost_s) / 3600)
 
 
 def undominated(columns: Sequence[RolloutColumn]) -> list[RolloutColumn]:

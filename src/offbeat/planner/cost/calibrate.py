@@ -24,7 +24,7 @@ from scipy.optimize import nnls
 from offbeat.errors import UserError
 from offbeat.files import write_atomic
 from offbeat.planner.cost.constants import Constants, Efficiencies, FigureSource, HeldOut
-from offbeat.planner.cost.rollout_time import prefill_flop
+from offbeat.planner.cost.rollout_time import matmul_flops, prefill_flop
 from offbeat.planner.cost.sizes import touched_parameters
 from offbeat.planner.inputs import hardware
 from offbeat.planner.inputs.hardware import GIGA, TERA, Accelerator
@@ -183,10 +183,12 @@ def _check(where: str, name: str, value: Any, is_positive: bool) -> None:
 RIDGES = np.geomspace(0.25, 4.0, 33)
 """Ratios `gemm_share` / `weight_read_share` that the fit tries. The ratio determines from which batch size on matmuls
 are compute-bound."""
-DECODE_FLOOR = (0.0, 1.0, 0.0)
-"""Smallest allowed coefficients of the decode terms (overhead, matmuls, KV reads). The 1 means that weights are never
-read faster than the memory's peak. In small batches the time to read weights is as constant as the overhead, so
+DECODE_FLOOR = (0.0, 0.0, 1.0, 0.0)
+"""Smallest allowed coefficients of the decode terms (overhead, rows, matmuls, KV reads). The 1 means that weights are
+never read faster than the memory's peak. In small batches the time to read weights is as constant as the overhead, so
 measurements alone cannot tell the two apart."""
+LEAST_SIZES = 3
+"""Smallest number of sizes of which one can be held out."""
 MIN_KV_SHARE, MAX_KV_SHARE = 0.5, 2.0
 """Allowed range of the KV read share. A share outside the range means preempted answers or a wrong model shape, not a
 slow card. The embedded engine never preempts while it is measured, so the lower limit does not apply to it."""
@@ -256,46 +258,63 @@ Fitted = tuple[dict[str, float], HeldOut]
 
 def _fit_decode(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
     def terms(rows: Rows, ridge: float) -> np.ndarray:
-        """Returns one row per measured decode step: 1 (for the overhead), seconds of matmuls with weights read at the
-        memory's peak, seconds of KV reads at that peak. `ridge` is the ratio `gemm_share` / `weight_read_share`."""
+        """Returns one row per measured decode step: 1 (for the overhead), rows, seconds of matmuls with weights read at
+        the memory's peak, seconds of KV reads at that peak. `ridge` is the ratio `gemm_share` / `weight_read_share`."""
         table = []
         for one in rows:
             read_s = touched_parameters(model, one.rows) * model.bytes_per_weight / (one.tp * card.memory_bytes_per_s)
-            compute_s = 2 * active_matmul_parameters(model) * one.rows / (one.tp * card.flops)
+            compute_s = 2 * active_matmul_parameters(model) * one.rows / (one.tp * matmul_flops(model, card))
             kv_bytes = one.rows * one.context * kv_bytes_per_token(model) / min(one.tp, model.num_kv_heads)
-            table.append((1.0, max(compute_s / ridge, read_s), kv_bytes / card.memory_bytes_per_s))
+            table.append((1.0, one.rows, max(compute_s / ridge, read_s), kv_bytes / card.memory_bytes_per_s))
         return np.array(table)
 
-    folds = _folds(rows, "rows", card) + _folds(rows, "context", card)
+    folds = _folds(rows, "rows", card)
+    has_contexts = len({one.context for one in rows}) >= LEAST_SIZES
+    folds += _folds(rows, "context", card) if has_contexts else []
     seconds = np.array([one.seconds for one in rows])
-    if max(seconds) < FLAT * min(seconds) and (terms(rows, 1.0)[:, 1:].sum(axis=1) < seconds).all():
+    could_read = bool((terms(rows, 1.0)[:, 2:].sum(axis=1) < seconds).all())
+    if max(seconds) < FLAT * min(seconds) and could_read:
         return _fit_overhead(rows, terms, folds)
-    solution = _solve(rows, terms, RIDGES, DECODE_FLOOR)
-    overhead_s, matmul, kv = solution.weights
+    floor = DECODE_FLOOR
+    solution = _solve(rows, terms, RIDGES, floor)
+    # At one context, keys and values grow with the rows as the host's overhead does; and where the host is slow,
+    # contexts may make no difference that shows. Then the share of reading them stays the default.
+    has_contexts = has_contexts and not (solution.weights[3] == 0 and could_read)
+    if not has_contexts:
+        floor = (*DECODE_FLOOR[:3], 1 / Efficiencies().kv_read_share)
+        solution = _solve(rows, terms, RIDGES, floor)
+    kv_floor = floor[3]
+    overhead_s, row_s, matmul, kv = solution.weights
     read_share = _share(matmul, "weight_read_share", card)
     figures = {
         "step_overhead_s": float(overhead_s),
+        "row_overhead_s": float(row_s),
         "weight_read_share": read_share,
         "gemm_share": min(1.0, solution.ridge * read_share),  # 1 if no batch was large enough to be compute-bound
-        "kv_read_share": _share(kv, "kv_read_share", card),
     }
-    return figures, _held_out(folds, terms, RIDGES, DECODE_FLOOR)
+    if has_contexts:
+        figures["kv_read_share"] = _share(kv, "kv_read_share", card)
+    else:
+        each_s = [kv_s / one.rows for one, kv_s in zip(rows, terms(rows, 1.0)[:, 3], strict=True)]
+        figures["row_overhead_s"] += float((kv - kv_floor) * np.mean(each_s))
+    return figures, _held_out(folds, terms, RIDGES, floor)
 
 
 def _fit_overhead(rows: Rows, terms: Terms, folds: Sequence[tuple[Rows, Rows]]) -> Fitted:
-    """Fits only the decode overhead. Other constants keep their defaults, because a slow host hides the card's
-    speed."""
+    """Fits only the overheads of a decode step and of its rows. Other constants keep their defaults, because a slow
+    host hides the card's speed."""
     usual = Efficiencies()
     ridges = (usual.gemm_share / usual.weight_read_share,)
-    floor = (0.0, 1 / usual.weight_read_share, 1 / usual.kv_read_share)
+    floor = (0.0, 0.0, 1 / usual.weight_read_share, 1 / usual.kv_read_share)
     solution = _solve(rows, terms, ridges, floor)
-    return {"step_overhead_s": float(solution.weights[0])}, _held_out(folds, terms, ridges, floor)
+    figures = {"step_overhead_s": float(solution.weights[0]), "row_overhead_s": float(solution.weights[1])}
+    return figures, _held_out(folds, terms, ridges, floor)
 
 
 def _fit_prefill(rows: Rows, model: ModelShape, card: Accelerator) -> Fitted:
     def terms(rows: Rows, _: float) -> np.ndarray:
         flop = [prefill_flop(model, one.tokens, one.sum_square_tokens) / one.tp for one in rows]
-        return np.array([(1.0, one / card.flops) for one in flop])
+        return np.array([(1.0, one / matmul_flops(model, card)) for one in flop])
 
     folds = _folds(rows, "tokens", card)
     _, slope = _solve(rows, terms).weights
@@ -365,7 +384,7 @@ def _folds(rows: Rows, name: str, card: Accelerator) -> list[tuple[Rows, Rows]]:
     (measurements with other values, held-out measurements with this value). Raises a `UserError`, which names `card`,
     if there are fewer than 3 values."""
     values = sorted({getattr(one, name) for one in rows})
-    if len(values) < 3:
+    if len(values) < LEAST_SIZES:
         why = f"measure 3 or more different values of {name}, not {len(values)}, so that one can be held out"
         raise UserError(f"{rows[0].kind} on {card.name}: {why}")
     at = attrgetter(name)

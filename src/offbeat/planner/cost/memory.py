@@ -67,7 +67,7 @@ def state_bytes(workload: Workload, tp: int, pp: float, dp: int, zero: int) -> f
     the same size; a reference, and the frozen model under LoRA, have weights only."""
     model, split = workload.model, tp * pp
     sharded = dp if zero == 3 else 1
-    frozen = num_parameters(model) * model.bytes_per_weight / split / sharded
+    frozen = num_parameters(model) * workload.bytes_per_trained_weight / split / sharded
     per_parameter = OPTIMIZER_BYTES / dp + GRADIENT_BYTES / (dp if zero >= 2 else 1)
     trained = trained_parameters(workload) * per_parameter / split
     policy = frozen + trained + (trained_parameters(workload) * 2 / split / sharded if workload.lora_rank else 0.0)

@@ -1,7 +1,8 @@
 """Times of decode steps and prefills of a rollout replica.
 
 In a decode step, matmuls take the longer of two times: computing, and reading the weights. Attention reads keys and
-values and is always memory-bound. Tensor parallelism adds two all-reduces per layer. Each step has a constant overhead.
+values and is always memory-bound. Tensor parallelism adds two all-reduces per layer. The host adds an overhead for
+each step, and one for each running answer.
 """
 
 from __future__ import annotations
@@ -15,10 +16,15 @@ from offbeat.planner.inputs.workload import KvPolicy, ModelShape, Workload
 ACTIVATION_BYTES = 2
 
 
+def matmul_flops(model: ModelShape, card: Accelerator) -> float:
+    """Peak FLOP/s of an engine's matmuls: those in 8-bit floats if the weights are such and the card has them."""
+    return card.fp8_flops if model.bytes_per_weight == 1 and card.fp8_flops else card.flops
+
+
 def matmul_s(model: ModelShape, card: Accelerator, figures: Efficiencies, tp: int, rows: float) -> float:
     """Seconds of a decode step's matmuls: the time to compute or the time to read the weights, whichever is longer. A
     weight is read only if at least one of the `rows` running answers uses it."""
-    compute_s = 2 * active_matmul_parameters(model) * rows / (tp * card.flops * figures.gemm_share)
+    compute_s = 2 * active_matmul_parameters(model) * rows / (tp * matmul_flops(model, card) * figures.gemm_share)
     read_bytes = touched_parameters(model, rows) * model.bytes_per_weight
     return max(compute_s, read_bytes / (tp * card.memory_bytes_per_s * figures.weight_read_share))
 
@@ -50,6 +56,7 @@ def decode_step_s(
         + attention_s(model, card, figures, tp, rows, context_tokens)
         + 2 * model.num_layers * allreduce_s(exchanged_bytes, card, figures, tp)
         + figures.step_overhead_s
+        + rows * figures.row_overhead_s
     )
 
 
@@ -60,21 +67,22 @@ def prefill_flop(model: ModelShape, tokens: float, sum_square_tokens: float) -> 
     return 2 * active_body_parameters(model) * tokens + attention
 
 
-def prefill_s(flop: float, card: Accelerator, figures: Efficiencies, tp: int) -> float:
-    return flop / (tp * card.flops * figures.prefill_share)
+def prefill_s(flop: float, model: ModelShape, card: Accelerator, figures: Efficiencies, tp: int) -> float:
+    return flop / (tp * matmul_flops(model, card) * figures.prefill_share)
 
 
 def prompt_s(workload: Workload, card: Accelerator, figures: Efficiencies, tp: int) -> float:
     """Prefill time of a prompt, divided by the number of its answers, because the prompt is prefilled once for all of
     them."""
     flop = prefill_flop(workload.model, workload.prompt.mean, workload.prompt.mean_square)
-    return prefill_s(flop, card, figures, tp) / workload.group_size
+    return prefill_s(flop, workload.model, card, figures, tp) / workload.group_size
 
 
 def refill_s(workload: Workload, card: Accelerator, figures: Efficiencies, tp: int, rows: float) -> float:
     """Time to prefill all `rows` running answers of a replica again after a new version."""
     context = mean_context_tokens(workload)
-    return prefill_s(prefill_flop(workload.model, rows * context, rows * context**2), card, figures, tp)
+    flop = prefill_flop(workload.model, rows * context, rows * context**2)
+    return prefill_s(flop, workload.model, card, figures, tp)
 
 
 def drain_s(workload: Workload, token_s: float) -> float:
@@ -86,6 +94,14 @@ def drain_s(workload: Workload, token_s: float) -> float:
     ahead as behind."""
     remaining = workload.answer.mean_square / (2 * workload.answer.mean)
     return token_s * max(0.0, workload.answer.tail - remaining)
+
+
+def tail_s(workload: Workload, card: Accelerator, figures: Efficiencies, tp: int, token_s: float) -> float:
+    """Seconds of generation that a slot loses in each step with staleness bound 0, between the end of its last answer
+    and the end of the longest. Answers run faster the fewer are left, so a token takes the mean of its time in a full
+    replica, `token_s`, and alone."""
+    alone_s = decode_step_s(workload.model, card, figures, tp, 1.0, workload.prompt.mean + workload.answer.tail)
+    return drain_s(workload, (token_s + min(alone_s, token_s)) / 2)
 
 
 def update_s(

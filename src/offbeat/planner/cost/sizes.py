@@ -42,7 +42,7 @@ def trained_parameters(workload: Workload) -> float:
 
 def update_bytes(workload: Workload) -> float:
     """Bytes that are sent over a link for one version: the bytes of all trained weights times `delta_density`."""
-    return trained_parameters(workload) * workload.model.bytes_per_weight * workload.delta_density
+    return trained_parameters(workload) * workload.bytes_per_trained_weight * workload.delta_density
 
 
 def mean_context_tokens(workload: Workload) -> float:

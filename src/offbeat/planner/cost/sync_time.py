@@ -12,7 +12,7 @@ import math
 from offbeat.planner.cost.constants import Efficiencies
 from offbeat.planner.cost.sizes import trained_parameters, update_bytes
 from offbeat.planner.inputs.hardware import Accelerator, Inventory, Link, MachineClass
-from offbeat.planner.inputs.model_shapes import num_parameters, weight_bytes
+from offbeat.planner.inputs.model_shapes import weight_bytes
 from offbeat.planner.inputs.workload import Workload
 
 CHUNK_BYTES = 16 * 2**20
@@ -22,19 +22,13 @@ MIN_TWO_TREES = 3
 """Smallest number of nodes for which `two_trees_s` has two different trees."""
 
 
-def relay_s(
-    workload: Workload, inventory: Inventory, root: str, receiver: str, num_nodes: int, over: str | None = None
-) -> float:
-    """Seconds to send a version from the class `root` to `num_nodes` nodes of the class `receiver`, directly or through
-    a node of the class `over`."""
-    if root == receiver and (num_nodes == 1 or frozenset((root,)) not in inventory.links):
+def least_s(workload: Workload, inventory: Inventory, root: str, receiver: str, over: str | None = None) -> float:
+    """Seconds to send a version from a node of the class `root` to one other node of the class `receiver`, directly or
+    through a node of the class `over`. More receivers take longer, which only placement can tell."""
+    if root == receiver and (inventory.classes[root].num_nodes == 1 or frozenset((root,)) not in inventory.links):
         return 0.0  # a class of one node: nothing to send
-    first = inventory.link(root, receiver) if over is None else _joined(inventory, root, over, receiver)
-    if num_nodes == 1:
-        return update_bytes(workload) / first.bytes_per_s + first.latency_s
-    within = inventory.link(receiver, receiver)
-    transfer = update_bytes(workload), first.bytes_per_s, within, num_nodes
-    return first.latency_s + min(one_tree_s(*transfer), two_trees_s(*transfer))
+    link = inventory.link(root, receiver) if over is None else _joined(inventory, root, over, receiver)
+    return update_bytes(workload) / link.bytes_per_s + link.latency_s
 
 
 def _joined(inventory: Inventory, root: str, over: str, receiver: str) -> Link:
@@ -91,5 +85,5 @@ def wake_s(workload: Workload, card: Accelerator, figures: Efficiencies, tp: int
 
 def publish_s(workload: Workload, root: MachineClass) -> float:
     """Time that publishing adds to a training step: the cards of one node copy the new weights to host memory."""
-    share = trained_parameters(workload) / num_parameters(workload.model)
-    return share * weight_bytes(workload.model) / (root.per_node * root.accelerator.host_bytes_per_s)
+    num_bytes = trained_parameters(workload) * workload.bytes_per_trained_weight
+    return num_bytes / (root.per_node * root.accelerator.host_bytes_per_s)

@@ -92,7 +92,7 @@ def dp_s(
     gradients = trained_parameters(workload) * GRADIENT_BYTES / (tp * pp) * (2 if workload.has_critic else 1)
     sent_bytes = gradients
     if zero == 3:
-        weights = num_parameters(workload.model) * workload.model.bytes_per_weight / (tp * pp)
+        weights = num_parameters(workload.model) * workload.bytes_per_trained_weight / (tp * pp)
         sent_bytes = gradients / 2 + weights * num_microbatches(workload, dp)
     time_s = allreduce_s(sent_bytes, figures, fabric, tp, dp)
     return workload.updates_per_step * time_s * figures.dp_exposed_share

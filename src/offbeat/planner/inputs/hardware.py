@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import tomllib
 from collections.abc import Mapping
@@ -32,6 +33,8 @@ class Accelerator:
     """One-way rate to its neighbours inside a node."""
     host_bytes_per_s: float
     """One-way rate to the host's memory."""
+    fp8_flops: float | None = None
+    """Peak dense FLOP per second in 8-bit floats; None: the card has none, and computes such weights in bf16."""
     price_per_h: float | None = None
     """Indicative price; a class may have its own. None: no public price."""
     source: str = "given"
@@ -53,6 +56,10 @@ class MachineClass:
     is_owned: bool = False
     has_catalogue_price: bool = False
     """Whether the price is the catalogue's, because the user gave none."""
+    reclaims_per_h: float = 0.0
+    """How often in an hour the provider takes a node back (spot machines)."""
+    restart_s: float = 300.0
+    """Seconds from a node's loss until another one works in its place."""
 
     @property
     def node_price_per_h(self) -> float:
@@ -90,6 +97,43 @@ class Inventory:
 
     def link(self, one: str, other: str) -> Link:
         return self.links[frozenset((one, other))]
+
+
+def with_alike_joined(inventory: Inventory) -> Inventory:
+    """Returns the inventory with classes that differ in nothing but their names joined into one, called `a+b`, so that
+    plans do not depend on how machines are divided into classes. Nothing is joined if links between single nodes were
+    measured, which name nodes."""
+    joined = inventory
+    while not joined.measured:
+        pair = next((pair for pair in itertools.combinations(joined.classes, 2) if _are_alike(joined, *pair)), None)
+        if pair is None:
+            return joined
+        joined = _joined(joined, *pair)
+    return joined
+
+
+def _are_alike(inventory: Inventory, one: str, other: str) -> bool:
+    first, second = inventory.classes[one], inventory.classes[other]
+    if dataclasses.replace(second, name=one, num_nodes=first.num_nodes) != first:
+        return False
+    links = inventory.links
+    inside = {links.get(frozenset(pair)) for pair in ((one, one), (other, other), (one, other))} - {None}
+    others = [name for name in inventory.classes if name not in (one, other)]
+    return len(inside) == 1 and all(links[frozenset((one, far))] == links[frozenset((other, far))] for far in others)
+
+
+def _joined(inventory: Inventory, one: str, other: str) -> Inventory:
+    first, second, name = inventory.classes[one], inventory.classes[other], f"{one}+{other}"
+    both = dataclasses.replace(first, name=name, num_nodes=first.num_nodes + second.num_nodes)
+    classes = {name if old == one else old: both if old == one else each for old, each in inventory.classes.items()}
+    del classes[other]
+    new = {one: name, other: name}
+    links = {frozenset(new.get(old, old) for old in pair): link for pair, link in inventory.links.items()}
+    line = (
+        f"{one} and {other}: alike, so planned as one class; its first {first.num_nodes} nodes are {one}'s, "
+        f"the other {second.num_nodes} {other}'s"
+    )
+    return dataclasses.replace(inventory, classes=classes, links=links, assumptions=(*inventory.assumptions, line))
 
 
 def at_best(inventory: Inventory) -> Inventory:
@@ -178,6 +222,7 @@ def _entry(name: str, table: Mapping[str, Any]) -> Entry:
         memory_bytes_per_s=table["bandwidth_tb_s"] * TERA,
         link_bytes_per_s=table["link_gb_s"] * GIGA,
         host_bytes_per_s=table["host_gb_s"] * GIGA,
+        fp8_flops=table["fp8_tflops"] * TERA if "fp8_tflops" in table else None,
         price_per_h=None if low is None else round(math.sqrt(low * high), 2),
         source=table["source"],
     )

@@ -208,6 +208,7 @@ def _check(key: Pair, link: Link, classes: Mapping[str, MachineClass], kind: str
 
 FIGURES: dict[str, tuple[str, float]] = {
     "tflops": ("flops", TERA),
+    "fp8_tflops": ("fp8_flops", TERA),
     "memory_gb": ("memory_bytes", GIGA),
     "bandwidth_tb_s": ("memory_bytes_per_s", TERA),
     "link_gb_s": ("link_bytes_per_s", GIGA),
@@ -216,6 +217,7 @@ FIGURES: dict[str, tuple[str, float]] = {
 """Keys of an accelerator's numbers in a file, each with its field of `Accelerator` and its unit."""
 SANE: dict[str, tuple[float, float, str, str]] = {
     "tflops": (1, 20_000, "PFLOPS", "GFLOPS"),
+    "fp8_tflops": (1, 40_000, "PFLOPS", "GFLOPS"),
     "memory_gb": (1, 2_000, "TB", "MB"),
     "bandwidth_tb_s": (0.02, 50, "PB/s", "GB/s"),
     "link_gb_s": (1, 4_000, "TB/s", "MB/s"),
@@ -235,6 +237,7 @@ MOST_PER_ACCELERATOR_H = 100.0
 class ClassTable(Section):
     accelerator: str | None = None
     tflops: float | None = Field(None, gt=0)
+    fp8_tflops: float | None = Field(None, gt=0)
     memory_gb: float | None = Field(None, gt=0)
     bandwidth_tb_s: float | None = Field(None, gt=0)
     link_gb_s: float | None = Field(None, gt=0)
@@ -244,6 +247,8 @@ class ClassTable(Section):
     price: float | None = Field(None, ge=0)
     zone: str = "here"
     owned: bool = False
+    reclaims_per_h: float = Field(0.0, ge=0, le=60)
+    restart_s: float | None = Field(None, ge=0)
     between_nodes: float | None = Field(None, gt=0)
 
 
@@ -286,7 +291,23 @@ def _class(name: str, table: ClassTable, origin: ValueOrigin, assumptions: list[
         zone=table.zone,
         is_owned=table.owned,
         has_catalogue_price=table.price is None and not table.owned,
+        reclaims_per_h=table.reclaims_per_h,
+        restart_s=_restart_s(name, table, origin, assumptions),
     )
+
+
+def _restart_s(name: str, table: ClassTable, origin: ValueOrigin, assumptions: list[str]) -> float:
+    if table.restart_s is not None and not table.reclaims_per_h:
+        where = origin.before(("classes", name, "restart_s"))
+        raise UserError(
+            f"{where}classes.{name}.restart_s counts only for nodes that are taken back; set reclaims_per_h"
+        )
+    seconds = MachineClass.restart_s if table.restart_s is None else table.restart_s
+    if table.reclaims_per_h:
+        assumptions.append(
+            f"{name}: each node is taken back {table.reclaims_per_h:g} times an hour, and replaced after {seconds:g} s"
+        )
+    return seconds
 
 
 def _accelerator(name: str, table: ClassTable, origin: ValueOrigin, assumptions: list[str]) -> Accelerator:

@@ -48,6 +48,7 @@ class ModelShape:
     """In a model with experts, the number of first layers without experts; these have width `dense_ffn`."""
     dense_ffn: int = 0
     bytes_per_weight: int = 2
+    """Bytes of a weight in an engine; 1: 8-bit floats, with which cards that have them compute, too."""
     bytes_per_kv: int = 2
 
 
@@ -103,8 +104,21 @@ class Workload:
     reward: RewardMachines | None = None
     colocates: bool = True
     """Whether cards may take turns between training and generation if the staleness bound is 0."""
+    any_trainer: bool = True
+    """Whether gangs may use tensor and pipeline parallelism and machines of two classes. Otherwise they are those that
+    Offbeat's own trainer runs: one class, and copies of the model that share its state (ZeRO 2 or 3)."""
     assumptions: tuple[str, ...] = ()
     """Assumptions behind the workload, one sentence each."""
+
+    @property
+    def bytes_per_trained_weight(self) -> int:
+        """Bytes of a weight in the trainer and in a version; engines make 8-bit weights of it when they load it."""
+        return max(2, self.model.bytes_per_weight)
+
+    @property
+    def shares_nodes(self) -> bool:
+        """Whether some cards of a node may train while its other cards generate."""
+        return self.colocates and self.bound > 0
 
     @property
     def may_share(self) -> bool:

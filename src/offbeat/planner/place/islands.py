@@ -35,12 +35,15 @@ Stages = tuple[tuple[Group, ...], ...]
 """Cards of a gang: for each pipeline stage, its tensor-parallel groups in the order of the stage's gradient ring."""
 
 
-def pack(sizes: Mapping[str, int], counts: Mapping[str, int], nodes: Sequence[Node]) -> list[Placed] | None:
+def pack(
+    sizes: Mapping[str, int], counts: Mapping[str, int], nodes: Sequence[Node], taken: int = 0
+) -> list[Placed] | None:
     """Places replicas, the largest first, each on the first node with room for it; returns None if they do not all fit.
 
-    `sizes` (cards per replica) and `counts` (number of replicas) are by column (replica shape). Sizes that are powers
+    `sizes` (cards per replica) and `counts` (number of replicas) are by column (replica shape). The first `taken` cards
+    of every node are left out. Sizes that are powers
     of two and divide a node leave no gaps."""
-    used = [0] * len(nodes)
+    used = [taken] * len(nodes)
     placed = []
     for column in sorted(counts, key=lambda name: (-sizes[name], name)):
         size, at = sizes[column], 0
@@ -96,7 +99,9 @@ def lay_gang(fabric: NodeFabric, gang: Gang, names: Sequence[str]) -> Stages:
             raise UserError(
                 f"gang {gang.name}: tp {gang.tp} does not divide the {node.per_node} cards of {name}; choose another tp"
             )
-        firsts = range(0, node.per_node, gang.tp)
+        # A gang on a part of one node trains on its first cards.
+        num_cards = min(node.per_node, gang.tp * gang.pp * gang.dp)
+        firsts = range(0, num_cards, gang.tp)
         groups.setdefault(node.offer, []).extend(Group(name, first, gang.tp) for first in firsts)
     num_groups = sum(map(len, groups.values()))
     if num_groups != gang.pp * gang.dp:

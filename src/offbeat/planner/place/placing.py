@@ -144,8 +144,7 @@ class Placing:
     """The rollout columns (replica shapes) with the lags that were assumed before placement."""
     step_s: float
     """Seconds of the gang's training step on these nodes."""
-    lags_s: Mapping[str, float]
-    """Seconds from a version's publication until the last node of a class has it, by class of nodes that generate."""
+    lags: realised.Arrivals
     problem: PlanningProblem
     """The planning problem after placement: a step time or lag that is longer on these nodes replaces the assumed
     one."""
@@ -185,20 +184,20 @@ class Placer:
             return realised.step_s(fabric, best, stages, gang, self.workload, self.constants)
 
         def score(trains: frozenset[str], rolls: frozenset[str]) -> tuple[float, ...]:
-            took_s, lags = step_s(lay_gang(fabric, gang, in_order(trains))), {}
+            took_s, lags = step_s(lay_gang(fabric, gang, in_order(trains))), realised.Arrivals()
             if len(rolls) <= MAX_IMPROVED:  # with more nodes, a tree for every choice takes too long
                 generating = rolls if is_apart else generating_on(places_of(fabric, problem, solution, trains, rolls))
                 root = root_of(fabric, gang, trains, generating)
-                lags = realised.lags_s(fabric, relay(fabric, root, generating, num_bytes), num_bytes)
+                lags = realised.arrivals(fabric, relay(fabric, root, generating, num_bytes), num_bytes, trains)
             placed = realised.slowed(problem, gang, took_s, lags)
-            return realised.enough_s(problem, placed, solution), max(lags.values(), default=0.0), took_s
+            return realised.enough_s(problem, placed, solution), max(lags.by_class.values(), default=0.0), took_s
 
         trains, rolls = split(fabric, gang.nodes, solution.nodes, score)
         stages = lay_gang(fabric, gang, in_order(trains))
         places = places_of(fabric, problem, solution, trains, rolls)
         generating = rolls | generating_on(places)
         tree = sync_tree(fabric, root_of(fabric, gang, trains, generating), generating, num_bytes)
-        lags = realised.lags_s(fabric, tree.senders, num_bytes)
+        lags = realised.arrivals(fabric, tree.senders, num_bytes, trains)
         took_s = step_s(stages)
         placed = realised.slowed(problem, gang, took_s, lags)
         tau_s = realised.period_s(problem, placed, solution)
@@ -211,11 +210,15 @@ def places_of(
     """Returns the cards of each replica. They are on nodes rented for rollout (`rolls`) or, if the replica takes turns
     with training, on the training nodes (`trains`)."""
     places: list[Placed] = []
+    gang = problem.gang(solution)
     for offer, (is_home, among) in itertools.product(problem.offers, ((False, rolls), (True, trains))):
         columns = {one.name: one for one in problem.rollout if one.offer == offer and one.is_home == is_home}
         sizes = {name: columns[name].num_accelerators for name in solution.replicas if name in columns}
         nodes = [fabric.nodes[name] for name in in_order(among) if fabric.nodes[name].offer == offer]
-        packed = pack(sizes, {name: solution.replicas[name] for name in sizes}, nodes)
+        # A gang that leaves cards of its node free for replicas trains on the first ones.
+        home = gang.num_home_cards(problem.offers[offer], problem.demand.bound)
+        taken = max(problem.offers[offer].per_node - home, 0) if is_home and problem.demand.bound else 0
+        packed = pack(sizes, {name: solution.replicas[name] for name in sizes}, nodes, taken)
         if packed is None:
             raise UserError(f"the plan's replicas do not fit on its {len(nodes)} nodes of class {offer}; plan again")
         places += packed

@@ -11,8 +11,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from offbeat.planner.columns.gangs import over_links
 from offbeat.planner.cost.constants import Constants
@@ -70,28 +70,47 @@ def load(fabric: NodeFabric, stage: Sequence[Group], following: Sequence[Group])
     return max(shared, *sent.values(), *received.values(), 0.0)
 
 
-def lags_s(fabric: NodeFabric, senders: Senders, num_bytes: float) -> dict[str, float]:
+@dataclass(frozen=True)
+class Arrivals:
     """Seconds from a version's publication until the last node of a class has it, by class."""
-    found: dict[str, float] = {}
+
+    rented_s: Mapping[str, float] = field(default_factory=dict)
+    """Of the nodes that only generate."""
+    home_s: Mapping[str, float] = field(default_factory=dict)
+    """Of the nodes that also train, without the one that publishes."""
+
+    def of(self, column: RolloutColumn) -> float:
+        return (self.home_s if column.is_home else self.rented_s).get(column.offer, 0.0)
+
+    @property
+    def by_class(self) -> dict[str, float]:
+        names = [*self.rented_s, *(name for name in self.home_s if name not in self.rented_s)]
+        return {name: max(self.rented_s.get(name, 0.0), self.home_s.get(name, 0.0)) for name in names}
+
+
+def arrivals(fabric: NodeFabric, senders: Senders, num_bytes: float, trains: Container[str] = ()) -> Arrivals:
+    """Returns when the classes have a version; `trains` are the nodes that train."""
+    rented: dict[str, float] = {}
+    home: dict[str, float] = {}
     for name, seconds in arrival_s(fabric, senders, num_bytes).items():
-        offer = fabric.nodes[name].offer
+        offer, found = fabric.nodes[name].offer, home if name in trains else rented
         found[offer] = max(found.get(offer, 0.0), seconds)
-    return found
+    return Arrivals(rented, home)
 
 
 def slowed(
-    problem: PlanningProblem, gang: Gang, step_s: float, lags_s: Mapping[str, float], by: float = ROUNDING
+    problem: PlanningProblem, gang: Gang, step_s: float, lags: Arrivals, by: float = ROUNDING
 ) -> PlanningProblem:
-    """Returns the problem with longer times: `step_s` for the gang's training step, and `lags_s` (by class) until a
-    class has a version that the gang publishes. A time is replaced only if it grows by more than the share `by`. If no
+    """Returns the problem with longer times: `step_s` for the gang's training step, and `lags` until a class has a
+    version that the gang publishes. A time is replaced only if it grows by more than the share `by`. If no
     time is replaced, the same object is returned."""
-    relays = {*gang.nodes, *lags_s} if problem.demand.bound else ()
+    relays = {*gang.nodes, *lags.by_class} if problem.demand.bound else ()
 
     def is_worse(column: RolloutColumn) -> bool:
-        return lags_s.get(column.offer, 0.0) > column.lag_from_s(gang.root, relays) * (1 + by)
+        return lags.of(column) > column.lag_from_s(gang.root, relays) * (1 + by)
 
     def later(column: RolloutColumn) -> RolloutColumn:
-        least_s, over_s = lags_s[column.offer], column.lag_over_s.get(gang.root, {})
+        least_s, over_s = lags.of(column), column.lag_over_s.get(gang.root, {})
         lag_s = {**column.lag_s, gang.root: max(least_s, column.lag_from_s(gang.root))}
         over_s = {name: max(least_s, way_s) for name, way_s in over_s.items()}
         return replace(column, lag_s=lag_s, lag_over_s={**column.lag_over_s, gang.root: over_s})

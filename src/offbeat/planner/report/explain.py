@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from offbeat.planner.problem import Gang, PlanningProblem, RolloutColumn, Solution
 from offbeat.planner.solve.program import Status
-from offbeat.planner.solve.search import Result, cheapest, fastest
+from offbeat.planner.solve.search import Result, at_period, cheapest, far_s, fastest
+from offbeat.planner.solve.view import view_of
 
 MORE_BUDGET = 0.1
 BARELY = 1e-3
@@ -68,34 +71,27 @@ def without_cap(problem: PlanningProblem) -> PlanningProblem:
     return _demanding(problem, queue=-float(most))
 
 
-def explain(
-    problem: PlanningProblem,
-    result: Result,
-    budget: float | None = None,
-    relaxed: Iterable[Relaxation] | None = None,
+def gains_of(
+    tokens_per_s: float,
+    relaxed: Iterable[tuple[str, float, float]],
     rate: Callable[[float], str] = "{:,.0f}".format,
 ) -> list[Gain]:
-    """Returns the gain in tokens/s that each relaxation in `relaxed` (None: all of `relaxations`) brings over the plan
-    of `result`, the largest first. `budget` ($/h) applies only if `relaxed` is None. `rate` formats tokens per
-    second."""
+    """Returns the gain over `tokens_per_s` of each relaxation, the largest first. `relaxed` holds the name, the
+    tokens/s and the price of each relaxation's plan; `rate` formats tokens per second."""
     gains = []
-    for each in relaxations(problem, budget) if relaxed is None else relaxed:
-        other = fastest(each.problem, each.budget)
-        if other.solution is not None:
-            gain = other.tokens_per_s / result.tokens_per_s - 1
-            text = f"{gain:+.1%}, {rate(other.tokens_per_s)} tokens/s at {other.price_per_h:,.2f} $/h"
-            gains.append(Gain(each.name, gain, text))
+    for name, rate_there, price_per_h in relaxed:
+        gain = rate_there / tokens_per_s - 1
+        gains.append(Gain(name, gain, f"{gain:+.1%}, {rate(rate_there)} tokens/s at {price_per_h:,.2f} $/h"))
     return sorted(gains, key=lambda gain: -gain.gain)
 
 
-def savings(throughput: float, price_per_h: float, relaxed: Iterable[Relaxation]) -> list[Gain]:
-    """Returns the share of the price `price_per_h` that each relaxation saves at the same throughput, largest first."""
+def savings_of(price_per_h: float, relaxed: Iterable[tuple[str, float, float]]) -> list[Gain]:
+    """Returns the share of the price `price_per_h` that each relaxation saves at the same throughput, largest first.
+    `relaxed` is that of `gains_of`."""
     found = []
-    for each in relaxed:
-        other = cheapest(each.problem, throughput)
-        if other.solution is not None:
-            saving = 1 - other.price_per_h / price_per_h if price_per_h else 0.0
-            found.append(Gain(each.name, saving, f"{-saving:.1%} of the price, {other.price_per_h:,.2f} $/h"))
+    for name, _, price_there in relaxed:
+        saving = 1 - price_there / price_per_h if price_per_h else 0.0
+        found.append(Gain(name, saving, f"{-saving:.1%} of the price, {price_there:,.2f} $/h"))
     return sorted(found, key=lambda gain: -gain.gain)
 
 
@@ -103,16 +99,15 @@ def infeasible_because(
     problem: PlanningProblem,
     budget: float | None = None,
     throughput: float | None = None,
-    in_turn: PlanningProblem | None = None,
+    until_s: float = math.inf,
 ) -> list[str]:
     """Explains why there is no plan: returns a line for each single change that would allow a plan, or one line if no
-    single change does; empty if there is a plan. `in_turn` is the same problem with staleness bound 0, where the same
-    nodes may train and generate in turn (None: they may not)."""
+    single change does; empty if there is a plan. After `until_s` of processor time, no further change is tried."""
     if not problem.gangs:
         return ["hardware: these nodes cannot train this model; offer more nodes, or cards with more memory"]
     if not problem.rollout:
         return ["hardware: no node has enough memory to generate with this model; offer cards with more memory"]
-    best = fastest(problem, budget)
+    best = fastest(problem, budget, until_s=until_s)
     if best.status is Status.UNKNOWN:
         why = "the solver ran out of time before it found a plan or proved that there is none"
         return [f"unknown: {why}; try again with fewer classes of nodes"]
@@ -122,42 +117,32 @@ def infeasible_because(
     if best.solution is not None:
         lines.append(f"throughput: {best.tokens_per_s:,.0f} tokens/s is the most; ask for that or less")
     if budget is not None:
-        least = cheapest(problem, throughput) if throughput is not None else _least_price(problem)
+        least = cheapest(problem, throughput) if throughput is not None else least_price(problem, until_s)
         if least.solution is not None:
             lines.append(f"budget: {budget:,.2f} $/h is too little; {least.price_per_h:,.2f} $/h suffices")
-    for each in _single_changes(problem):
-        other = fastest(each.problem, budget)
+            return lines
+    for each in _single_changes(problem, until_s):
+        other = fastest(each.problem, budget, until_s=until_s)
         if other.solution is not None and (throughput is None or other.tokens_per_s >= throughput):
             result = f"{other.tokens_per_s:,.0f} tokens/s at {other.price_per_h:,.2f} $/h"
             lines.append(f"{each.name} would allow a plan: {result}")
-    if not lines and in_turn is not None:
-        other = fastest(in_turn, budget)
-        if other.solution is not None and (throughput is None or other.tokens_per_s >= throughput):
-            lines.append(
-                "hardware: a node either trains or generates, and these nodes are too few for both; offer more nodes, "
-                f"or set max_staleness = 0, with which nodes take turns: {other.tokens_per_s:,.0f} tokens/s at "
-                f"{other.price_per_h:,.2f} $/h"
-            )
     why = "no single change of budget, staleness bound or other limits allows a plan; offer more nodes"
     return lines or [f"hardware: {why}"]
 
 
-def _least_price(problem: PlanningProblem) -> Result:
+def least_price(problem: PlanningProblem, until_s: float = math.inf) -> Result:
     """Finds the cheapest plan of any speed, at a period (seconds per step) so long that one replica suffices."""
-    quick = fastest(problem)
-    if quick.solution is None:
-        return quick
-    slowest = min(column.tokens_per_s for column in problem.rollout)
-    longest = max(max(gang.period_s for gang in problem.gangs), quick.solution.tau_s)
-    lost = max(max(column.blocking_s.values()) for column in problem.rollout)
-    return cheapest(problem, problem.demand.tokens / (2 * (longest + lost + problem.demand.tokens / slowest)))
+    view = view_of(problem)
+    return at_period(view, far_s(view), None, until_s=until_s)
 
 
-def _single_changes(problem: PlanningProblem) -> Iterator[Relaxation]:
+def _single_changes(problem: PlanningProblem, until_s: float) -> Iterator[Relaxation]:
     demand = problem.demand
     for bound in (demand.bound + 1, demand.bound + 2, demand.bound + 4):
+        if time.process_time() > until_s:
+            return
         changed = Relaxation(f"staleness: max_staleness = {bound}", _demanding(problem, bound=bound), None)
-        if fastest(changed.problem).solution is not None:
+        if fastest(changed.problem, until_s=until_s).solution is not None:
             yield changed
             break
     if demand.tail_tokens:

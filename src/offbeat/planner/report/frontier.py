@@ -7,19 +7,24 @@ from __future__ import annotations
 import dataclasses
 import html
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from offbeat.errors import UserError
 from offbeat.planner.columns.columns import problem_of
 from offbeat.planner.cost.constants import Constants
-from offbeat.planner.inputs.hardware import Inventory
+from offbeat.planner.inputs.hardware import Inventory, with_alike_joined
 from offbeat.planner.inputs.model_shapes import weight_bytes
 from offbeat.planner.inputs.workload import Workload
+from offbeat.planner.place.placing import Placer
+from offbeat.planner.planning import fastest_placed
 from offbeat.planner.problem import RolloutColumn
-from offbeat.planner.solve.search import fastest, frontier
+from offbeat.planner.report.explain import least_price
 
 NUM_POINTS = 12
+POINT_S = 1.0
+"""Seconds of processor time for each point."""
 COPIES = 5.0
 """Number of copies of the weights that AReaL-Hex is assumed to send over the link between training and rollout for each
 version. Its published update times correspond to 4.2, 5.7 and 5.7 copies."""
@@ -32,9 +37,28 @@ class Point:
 
 
 def mixed(inventory: Inventory, workload: Workload, constants: Constants | None = None) -> list[Point]:
-    """Price and throughput of the best plans on all classes of nodes together, the fastest plan first."""
-    results = frontier(problem_of(inventory, workload, constants), NUM_POINTS)
-    return [Point(result.price_per_h, result.tokens_per_s) for result in results]
+    """Price and throughput of the best plans on all classes of nodes together, on the nodes that they use, the fastest
+    plan first. Each plan is the fastest for less money than the one before."""
+    constants, inventory = constants or Constants(), with_alike_joined(inventory)
+    placer = Placer(inventory, workload, constants, problem_of(inventory, workload, constants))
+    points: list[Point] = []
+    budget, cheapest = None, least_price(placer.problem)
+    if cheapest.solution is None:
+        return []
+    while len(points) < NUM_POINTS:
+        answer = fastest_placed(placer, budget, time.process_time() + POINT_S)
+        if answer is None:
+            break
+        points.append(Point(answer.price_per_h, answer.tokens_per_s))
+        step = (answer.price_per_h - cheapest.price_per_h) / max(NUM_POINTS - len(points), 1)
+        if step <= 0:
+            break
+        budget = answer.price_per_h - step
+    best: list[Point] = []
+    for point in reversed(points):  # a plan of more money is shown only if it is faster
+        if not best or point.tokens_per_s > best[-1].tokens_per_s:
+            best.append(point)
+    return best[::-1]
 
 
 def homogeneous(
@@ -84,11 +108,12 @@ def split_by_class(inventory: Inventory, workload: Workload, constants: Constant
     )
     if not narrowed.gangs or not narrowed.rollout:
         return None
-    result = fastest(narrowed)
-    if result.solution is None:
+    placer = Placer(inventory, workload, constants or Constants(), narrowed)
+    answer = fastest_placed(placer, None, time.process_time() + POINT_S)
+    if answer is None:
         return None
     rent = sum(offer.num_nodes * offer.node_price_per_h for offer in problem.offers.values())
-    return Point(rent + problem.fixed_price_per_h, problem.demand.tokens / result.solution.tau_s)
+    return Point(rent + problem.fixed_price_per_h, answer.tokens_per_s)
 
 
 def _waiting(column: RolloutColumn, seconds: float) -> RolloutColumn:
@@ -126,10 +151,9 @@ def frontier_page(
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<style>{STYLE}</style></head><body><h1>{html.escape(title)}</h1>"
-        f"<p>Each point is the cheapest plan for its throughput. A line has at most {NUM_POINTS} points; between two "
+        f"<p>Each point is the fastest plan for its price. A line has at most {NUM_POINTS} points; between two "
         "points it shows the throughput of the cheaper plan. A class alone has as many nodes as the price of the whole "
-        "inventory buys. Rates are computed before nodes are chosen; <code>offbeat plan</code> chooses nodes and may "
-        "report slightly lower rates.</p>"
+        "inventory buys. Rates are those on the chosen nodes and their links.</p>"
         f"{figure(title, points, fleets, split)}{missing}{SPLIT_TOLD if split else ''}{_table(lines)}</body></html>\n"
     )
 

@@ -10,15 +10,56 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 import numpy as np
 import scipy
 
-from offbeat.planner.problem import PlanningProblem
+from offbeat.planner.problem import Branch, PlanningProblem
 from offbeat.planner.solve.bounds import Multipliers, excess
 from offbeat.planner.solve.view import MICRO, View
+
+
+@dataclass(frozen=True)
+class Question:
+    """What was asked: what is proven holds for this alone."""
+
+    cluster_sha256: str
+    """`digest_of` the inventory. Comments and order in its file do not matter."""
+    workload_sha256: str
+    constants_sha256: str
+    budget: float | None
+    throughput: float | None
+    max_staleness: int
+    cost_model: str
+
+
+def digest_of(record: Any) -> str:
+    """SHA-256 of a record of dataclasses, mappings, sets and plain values, as hex digits."""
+    return hashlib.sha256(json.dumps(_plain(record), sort_keys=True).encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, Mapping):
+        return sorted(([_plain(key), _plain(each)] for key, each in value.items()), key=json.dumps)
+    if isinstance(value, frozenset | set):
+        return sorted(map(_plain, value), key=json.dumps)
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value
+
+
+@dataclass(frozen=True)
+class BranchProof:
+    """Proof for one part of all plans (`branches`): its fields are as in `Certificate`."""
+
+    branch: Branch
+    prices: tuple[Multipliers, ...]
+    by_solver: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -37,26 +78,29 @@ class Certificate:
     columns_sha256: str
     """`digest` of the planning problem for which this is proven."""
     solver: str
-    cost_model: str = "unstated"
+    branches: tuple[BranchProof, ...] = ()
+    """Proofs of the parts into which all plans were split; then `prices` and `by_solver` are empty."""
+    num_shapes: int = 0
+    """Number of gangs and replica shapes among which the plan is the best."""
+    is_complete: bool = False
+    """Whether these are all that the cost model can express, up to steps of 2 % in the number of answers in flight."""
+    question: Question | None = None
     held_out_error: float | None = None
     """Relative error of the cost model on measurements that it was not fitted to; the gap does not include it. None:
     unknown."""
 
 
-OLD = {"spare_replicas": 0}
-"""Fields that `PlanningProblem` no longer has, with their last values. They stay in the hash so that older plans can be
-verified."""
-
-
 def digest(problem: PlanningProblem) -> str:
     """SHA-256 of the whole problem as hex digits, independent of the order of its keys. Uses `vars`, which makes no
     copies, unlike `asdict`."""
-    return hashlib.sha256(json.dumps({**vars(problem), **OLD}, default=vars, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(vars(problem), default=vars, sort_keys=True).encode()).hexdigest()
 
 
-def certify(view: View, pool: Sequence[Multipliers], tau_lo_s: float, price_cap: int | None, gap: float) -> Certificate:
-    """Builds the certificate for the period `tau_lo_s` and `price_cap`. It holds the dual prices from `pool` that rule
-    out training gangs, and the names of the gangs that none of them rules out."""
+def proof_of(
+    view: View, pool: Sequence[Multipliers], tau_lo_s: float, price_cap: int | None
+) -> tuple[tuple[Multipliers, ...], tuple[str, ...]]:
+    """Returns the dual prices from `pool` that rule out training gangs at the period `tau_lo_s` and `price_cap`, and
+    the names of the gangs that none of them rules out."""
     open_gangs = np.flatnonzero(view.period <= tau_lo_s)
     kept = []
     for prices in reversed(pool):  # the last ones are the tightest
@@ -70,8 +114,14 @@ def certify(view: View, pool: Sequence[Multipliers], tau_lo_s: float, price_cap:
             open_gangs = open_gangs[~is_closed]
     left = {view.gangs[s].name for s in open_gangs}
     by_solver = (*sorted(left), *sorted(name for name, better in view.beaten.items() if better in left))
+    return tuple(kept), by_solver
+
+
+def certify(view: View, pool: Sequence[Multipliers], tau_lo_s: float, price_cap: int | None, gap: float) -> Certificate:
+    """Builds the certificate for the period `tau_lo_s` and `price_cap`, with what `proof_of` takes from `pool`."""
+    proof = proof_of(view, pool, tau_lo_s, price_cap)
     solver = f"HiGHS in scipy {scipy.__version__}"
-    return Certificate(tau_lo_s, price_cap, max(gap, 0.0), tuple(kept), by_solver, digest(view.problem), solver)
+    return Certificate(tau_lo_s, price_cap, max(gap, 0.0), *proof, digest(view.problem), solver)
 
 
 def distance(certificate: Certificate, tau_s: float, price_per_h: float, *, is_for_price: bool) -> float:

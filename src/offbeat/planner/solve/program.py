@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +19,11 @@ from enum import StrEnum
 from fractions import Fraction
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
+from offbeat.planner.solve import bounds
 from offbeat.planner.solve.view import ColumnCounts, Floats, Ints, View
 
 
@@ -50,6 +53,7 @@ def holds(view: View, counts: ColumnCounts, tau_s: float, budget: int | None = N
         and sum(rates[j] * max(tau - lost[j], Fraction(0)) for j in used) >= Fraction(demand.tokens)
         and view.in_flight(counts) <= Fraction(view.in_flight_cap)
         and bool((view.nodes(counts) <= view.free_nodes[counts.gang]).all())
+        and bool((view.nodes(counts) >= view.least_generating).all())
         and (budget is None or view.price(counts) <= budget)
     )
 
@@ -130,14 +134,15 @@ class SolverOutcome:
 
 @dataclass(frozen=True)
 class LinearProgram:
-    """Integer program: minimise cost @ x with lower <= rows @ x <= upper and 0 <= x <= most, where all entries of x are
-    integers."""
+    """Integer program: minimise cost @ x with lower <= rows @ x <= upper and 0 <= x <= most, where the entries of x
+    that are marked in `whole` are integers."""
 
     cost: Floats
     rows: coo_array
     lower: Floats
     upper: Floats
     most: Floats
+    whole: NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -155,7 +160,7 @@ def highs(model: LinearProgram, gap: float, within_s: float) -> ProgramAnswer:
     with quiet_stdout():
         result = milp(
             model.cost,
-            integrality=np.ones(len(model.cost)),
+            integrality=model.whole.astype(int),
             bounds=Bounds(np.zeros(len(model.most)), model.most),
             constraints=LinearConstraint(model.rows.tocsr(), model.lower, model.upper),
             options={"mip_rel_gap": gap, "time_limit": within_s},
@@ -198,13 +203,66 @@ def solve(
     return outcome
 
 
+@dataclass(frozen=True)
+class WholeNodes:
+    """Outcome of `with_whole_nodes`."""
+
+    status: Status
+    """`INFEASIBLE` is a proof; `FEASIBLE` only says that this relaxation has a solution."""
+    nodes: Ints | None = None
+    """Nodes of each class that replicas use in the solution."""
+    shortest_s: float = math.inf
+    """Shortest period that the solution allows."""
+    bound: float | None = None
+    """Bound on the aim over all plans of the gang, in the aim's unit."""
+
+
+def with_whole_nodes(
+    view: View, tau_s: float, gang: int, aim: Aim, budget: int | None, gap: float, within_s: float, solver: Solver
+) -> WholeNodes:
+    """Solves a relaxation in which numbers of nodes are whole, but numbers of replicas may be fractions. Its columns
+    are few, those of `bounds.envelope`, so it is solved in milliseconds however many replica shapes there are. For
+    clusters of few nodes it proves much more than dual prices can, in which nodes are fractions too."""
+    if view.period[gang] > tau_s:
+        return WholeNodes(Status.INFEASIBLE)
+    few, factor = bounds.envelope(view, tau_s, gang, gap / 2)
+    builder = _Builder(view, tau_s, [gang], aim, budget, few, factor)
+    if builder.is_empty:
+        return WholeNodes(Status.INFEASIBLE)
+    answer = solver(builder.model(0.0), gap / 4, within_s)
+    bound = None if answer.bound is None else builder.unscaled(answer.bound)
+    if answer.x is None:
+        return WholeNodes(answer.status, bound=bound)
+    replicas = answer.x[builder.num_z : -builder.num_n]
+    used = builder.columns[replicas > 0]
+    rates = factor * view.rate[used] * replicas[replicas > 0]
+    tokens_s = (view.demand_tokens + float(rates @ view.blocking[gang, used])) / float(rates.sum())
+    opens_s = float(view.windows.opens_s[gang, used].max(initial=0.0))
+    shortest_s = min(max(tokens_s, opens_s, float(view.period[gang])), tau_s)
+    nodes = np.rint(answer.x[-builder.num_n :]).astype(np.int64)
+    return WholeNodes(answer.status, nodes, shortest_s, bound)
+
+
 class _Builder:
     """Builds one integer program. Its variables are, in this order, z (1 for the chosen gang), y (replicas of each
-    column) and n (nodes rented for rollout). Gangs with equal token rates and relays share one set of y."""
+    column) and n (nodes rented for rollout). Gangs with equal token rates and relays share one set of y.
 
-    def __init__(self, view: View, tau_s: float, gangs: list[int], aim: Aim, budget: int | None, among: Ints | None):
+    With a `factor` that is not None, tokens are raised by it, y may be fractions, and no constraint on relays
+    applies."""
+
+    def __init__(
+        self,
+        view: View,
+        tau_s: float,
+        gangs: list[int],
+        aim: Aim,
+        budget: int | None,
+        among: Ints | None,
+        factor: float | None = None,
+    ):
         self.view, self.gangs, self.aim, self.budget = view, np.array(gangs), aim, budget
-        every = view.tokens(tau_s, self.gangs)
+        self.is_relaxed = factor is not None
+        every = view.tokens(tau_s, self.gangs) * (factor or 1.0)
         if among is not None:
             every[:, np.setdiff1d(np.arange(len(view.columns)), among)] = 0.0
         needs = np.where(every > 0, view.needs(tau_s, self.gangs), 0)
@@ -241,13 +299,16 @@ class _Builder:
         row(y, view.concurrency[self.columns] / widest, high=view.in_flight_cap / widest)
         for k in range(self.num_n):
             self._hardware(row, z, y, n, k)
-        self._relays(row, y)
+        if not self.is_relaxed:
+            self._relays(row, y)
         if self.budget is not None:
             prices = np.concatenate([view.gang_price[self.gangs], view.node_price]) / self.unit_price
             row(np.concatenate([z, n]), prices, high=(self.budget - view.fixed_price) / self.unit_price)
         rows, columns, values = (np.concatenate(part) for part in zip(*parts, strict=True))
         matrix = coo_array((values, (rows, columns)), shape=(len(lower), size))
-        return LinearProgram(self._cost(size), matrix, np.array(lower), np.array(upper), self._most())
+        whole = np.ones(size, dtype=bool)
+        whole[y] = not self.is_relaxed
+        return LinearProgram(self._cost(size), matrix, np.array(lower), np.array(upper), self._most(), whole)
 
     def _hardware(self, row: Callable[..., None], z: Ints, y: Ints, n: Ints, k: int) -> None:
         view = self.view
@@ -255,7 +316,9 @@ class _Builder:
         per_node, taken = float(view.per_node[k]), view.gang_nodes[self.gangs, k]
         sizes = view.accelerators[self.columns[mine]] / per_node
         row(np.append(y[mine], n[k]), np.append(sizes, -1.0), high=0.0)
-        row(np.append(z, n[k]), np.append(taken, 1.0), high=float(view.num_nodes[k]))
+        row(np.append(z, n[k]), np.append(taken, 1.0), high=float(view.num_nodes[k]))  # n is also limited by itself
+        if least := int(view.least_generating[k]):  # full nodes, and a card of one more
+            row(y[mine], sizes, low=least - 1 + 1 / per_node)
         if self.rates_of.max() > 0:  # replicas with a set's rates require a gang of that set
             room = float(max(view.most_nodes[k], 1))
             for index in np.unique(self.sets[mine]):
@@ -295,7 +358,8 @@ class _Builder:
         room = view.most_nodes * view.per_node
         by_place = room[view.group[self.columns]] // view.accelerators[self.columns]
         by_cap = view.in_flight_cap // view.concurrency[self.columns]
-        return np.concatenate([np.ones(self.num_z), np.minimum(by_place, by_cap), view.most_nodes]).astype(float)
+        most = np.full(self.num_y, np.inf) if self.is_relaxed else np.minimum(by_place, by_cap)
+        return np.concatenate([np.ones(self.num_z), most, view.most_nodes]).astype(float)
 
     def unscaled(self, bound: float) -> float:
         if self.aim is Aim.PRICE:

@@ -4,8 +4,8 @@ merged.
 A gang is a candidate group of training nodes, a rollout column a replica shape, and a class a kind of identical nodes.
 Arrays are indexed by these, in an order that depends on numbers, never on names. Merging and dropping do not change the
 best period or price; `restore` leads back to names. Money is counted in whole millionths of a dollar, so that sums are
-exact. Replicas on the gang's own nodes are columns of a *home* class. Such a class offers no nodes: each gang brings
-its own nodes at no cost, which is written as taking a negative number of home nodes.
+exact. Replicas on the gang's own nodes are columns of a *home* class, whose nodes are single cards. Such a class offers
+no nodes: each gang brings its own cards at no cost, which is written as taking a negative number of home nodes.
 """
 
 from __future__ import annotations
@@ -64,13 +64,21 @@ class Lags:
 
 
 def lags_of(columns: Sequence[RolloutColumn], roots: Iterable[str]) -> Lags:
-    relays = _relays(columns)
+    # All columns of a place share their lags, so each of these is looked up once and copied to its columns.
+    known: dict[tuple[int, int], int] = {}
+    of_column = [known.setdefault((id(one.lag_s), id(one.lag_over_s)), len(known)) for one in columns]
+    first = [columns[of_column.index(i)] for i in range(len(known))]
+    relays = _relays(first)
     direct_s, over_s = {}, {}
+
+    def each(values: list[float]) -> Floats:
+        return np.array(values, dtype=float)[np.array(of_column, dtype=np.int64)]
+
     for root in roots:
-        direct_s[root] = np.array([column.lag_from_s(root) for column in columns], dtype=float)
-        ways_s = [column.lag_over_s.get(root, {}) for column in columns]
+        direct_s[root] = each([column.lag_from_s(root) for column in first])
+        ways_s = [column.lag_over_s.get(root, {}) for column in first]
         for name in relays:
-            over_s[root, name] = np.array([ways.get(name, np.inf) for ways in ways_s], dtype=float)
+            over_s[root, name] = each([ways.get(name, np.inf) for ways in ways_s])
     return Lags(direct_s, over_s)
 
 
@@ -88,8 +96,12 @@ def efficient(columns: list[RolloutColumn], roots: Sequence[str]) -> list[Rollou
     """Returns the columns (replica shapes) that no other column beats, sorted by their numbers, then by name. A column
     beats another if it is as good in every respect (tokens per accelerator, delays, memory). Its number of cards must
     also divide the other's number, so that its replicas fit on the same cards."""
-    columns = sorted(columns, key=lambda column: (*figures(column, roots), column.name))
-    columns = [c for c, before in zip(columns, [None, *columns], strict=False) if not _same(c, before, roots)]
+    keyed = sorted(((figures(column, roots), column.name, column) for column in columns), key=lambda each: each[:2])
+    columns = [
+        column
+        for i, (key, _, column) in enumerate(keyed)
+        if not (i and key == keyed[i - 1][0] and column.lag_over_s == keyed[i - 1][2].lag_over_s)
+    ]
     if not columns:
         return columns
     size = np.array([column.num_accelerators for column in columns])
@@ -105,12 +117,6 @@ def efficient(columns: list[RolloutColumn], roots: Sequence[str]) -> list[Rollou
     beats &= ~beats.T | (order[:, None] < order[None, :])  # of two equal columns the first stays
     np.fill_diagonal(beats, False)
     return [column for column, is_beaten in zip(columns, beats.any(axis=0), strict=True) if not is_beaten]
-
-
-def _same(column: RolloutColumn, other: RolloutColumn | None, roots: Sequence[str]) -> bool:
-    if other is None or column.lag_over_s != other.lag_over_s:
-        return False
-    return figures(column, roots) == figures(other, roots)
 
 
 def efficient_gangs(
@@ -156,6 +162,8 @@ def efficient_gangs(
 def _lost(columns: Sequence[RolloutColumn], sources: set[Source], relays: frozenset[str]) -> dict[Source, Floats]:
     """Returns, for each source of versions, an array of delays in seconds, by which sources are compared. It holds the
     blocking times of those columns for which they differ between publishing classes, then all distinct lags."""
+    if not sources:
+        return {}
     order, roots = list(sources), sorted({root for root, _ in sources})
     blocking = np.array([[one.blocking_s[root] for one in columns] for root in roots]).reshape(len(roots), -1)
     blocking = blocking[:, (blocking != blocking[:1]).any(axis=0)]
@@ -198,6 +206,10 @@ class Windows:
         """Array of gangs x columns: shortest periods in which long answers are in time, if the best class relays
         versions."""
         return self._periods(self.late_s.min(axis=0)[self.source], self.trained_s)
+
+    def alone_s(self, gangs: Ints) -> Floats:
+        """The first row of `ways_s`: shortest periods if only the gang's own classes relay versions."""
+        return self._periods(self.late_s[0, self.source[gangs]], self.trained_s[gangs])
 
     def ways_s(self, gangs: Ints) -> Floats:
         """Array of (1 + relays) x gangs x columns: shortest periods in which long answers are in time. In the first row
@@ -279,6 +291,10 @@ class View:
     """Names of dropped gangs, each with the name of a gang that beats it in every respect."""
     per_node: Ints
     num_nodes: Ints
+    most_generating: Ints
+    """Largest number of nodes of each merged class that may be rented for rollout."""
+    least_generating: Ints
+    """Smallest number of nodes of each merged class on which replicas run."""
     node_price: Ints
     group: Ints
     """Index of each column's merged class; columns are sorted by this index."""
@@ -319,7 +335,7 @@ class View:
     def free_nodes(self) -> Ints:
         """Array of gangs x classes: nodes that replicas may use. They are the nodes that the gang leaves free or, for a
         home class, the gang's own nodes."""
-        return self.num_nodes - self.gang_nodes
+        return np.minimum(self.num_nodes - self.gang_nodes, self.most_generating)
 
     @cached_property
     def most_nodes(self) -> Ints:
@@ -375,15 +391,18 @@ def view_of(problem: PlanningProblem) -> View:
         for shapes in zip(*(by_offer[name] for name in names), strict=True)
     )
     sizes = [len(rented[names[0]]) for names in merged] + [len(home[names[0]]) for names in own]
-    gangs, beaten = efficient_gangs(problem, partial(_gang_nodes, merged=merged, own=own), own, columns)
+    gangs, beaten = efficient_gangs(
+        problem, partial(_gang_nodes, problem=problem, merged=merged, own=own), own, columns
+    )
     first = [problem.offers[names[0]] for names in (*merged, *own)]
     offered = [sum(problem.offers[name].num_nodes for name in names) for names in merged]
+    most = [sum(problem.offers[name].num_free(0) for name in names) for names in merged]
     prices = [micros(problem.offers[names[0]].node_price_per_h) for names in merged]
     passing = relays_of(problem)
     relays = [k for k, names in enumerate(merged) if passing.issuperset(names)]
     blocking, fitting = windows(problem, gangs, columns, [merged[k][0] for k in relays])
     reward_s = problem.demand.trajectories / problem.demand.reward_rate if problem.demand.reward_rate else 0.0
-    gang_nodes = _gang_nodes(gangs, merged, own)
+    gang_nodes = _gang_nodes(gangs, problem, merged, own)
     node_price = np.array(prices + [0] * len(own), dtype=np.int64)
     return View(
         problem=problem,
@@ -392,8 +411,10 @@ def view_of(problem: PlanningProblem) -> View:
         columns=columns,
         gangs=gangs,
         beaten=beaten,
-        per_node=np.array([offer.per_node for offer in first], dtype=np.int64),
+        per_node=np.array([offer.per_node for offer in first[: len(merged)]] + [1] * len(own), dtype=np.int64),
         num_nodes=np.array(offered + [0] * len(own), dtype=np.int64),
+        least_generating=np.array([offer.least_generating for offer in first[: len(merged)]] + [0] * len(own)),
+        most_generating=np.array(most + [np.iinfo(np.int64).max] * len(own), dtype=np.int64),
         node_price=node_price,
         group=np.repeat(np.arange(len(first)), np.array(sizes, dtype=np.int64)),
         accelerators=np.array([shapes[0].num_accelerators for shapes in columns], dtype=np.int64),
@@ -423,7 +444,7 @@ def restore(view: View, counts: ColumnCounts, tau_s: float) -> Solution:
         ends = np.cumsum([0, *(view.accelerators[j] * replicas[j] for j in of_class)])
         start, left = 0, int(nodes[k])
         for member, name in enumerate(names):
-            num = min(left, view.problem.offers[name].num_nodes - gang.nodes.get(name, 0))
+            num = min(left, view.problem.offers[name].num_free(gang.nodes.get(name, 0)))
             left -= num
             if num:
                 rented[name] = num
@@ -458,21 +479,26 @@ def _check(problem: PlanningProblem) -> None:
 
 def _columns_of(problem: PlanningProblem, offer: str, *, is_home: bool = False) -> list[RolloutColumn]:
     """Returns the columns (replica shapes) on rented nodes of the class `offer`. With `is_home`, returns columns on
-    nodes of this class that also train; there are none if the staleness bound is above 0."""
-    if is_home and problem.demand.bound:
-        return []
+    nodes of this class that also train."""
     return [column for column in problem.rollout if column.offer == offer and column.is_home == is_home]
 
 
 def _merged(problem: PlanningProblem, by_offer: ByOffer, roots: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    alike: dict[tuple[object, ...], list[str]] = defaultdict(list)
     relays = relays_of(problem)
+    kinds: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for name, offer in sorted(problem.offers.items()):
-        shapes = tuple(figures(column, roots) for column in by_offer[name])
         # A class that relays, or gets versions from a relay, is never merged.
         alone = name if name in relays or any(column.lag_over_s for column in by_offer[name]) else None
-        alike[(offer.per_node, micros(offer.node_price_per_h), shapes, alone)].append(name)
-    return _sorted(alike.values(), problem, by_offer, roots)
+        # A limit on rented nodes is one class's own, and cannot be shared out between merged ones.
+        alone = alone or (name if offer.most_generating is not None or offer.least_generating else None)
+        kinds[(offer.per_node, micros(offer.node_price_per_h), len(by_offer[name]), alone)].append(name)
+    groups: list[list[str]] = []
+    for names in kinds.values():
+        alike: dict[object, list[str]] = defaultdict(list)
+        for name in names:
+            alike[tuple(figures(one, roots) for one in by_offer[name]) if len(names) > 1 else None].append(name)
+        groups += alike.values()
+    return _sorted(groups, problem, by_offer, roots)
 
 
 def _homes(problem: PlanningProblem, by_offer: ByOffer, roots: Sequence[str]) -> tuple[tuple[str, ...], ...]:
@@ -486,18 +512,28 @@ def _sorted(
 ) -> tuple[tuple[str, ...], ...]:
     """Sorts groups of classes by price, size and speed, never by their names."""
 
-    def order(names: list[str]) -> tuple[object, ...]:
-        first, columns = problem.offers[names[0]], by_offer[names[0]]
-        shapes = [(*figures(one, ()), *sorted(figures(one, (root,)) for root in roots)) for one in columns]
-        return (first.node_price_per_h, first.per_node, sum(problem.offers[name].num_nodes for name in names), shapes)
+    def size(names: list[str]) -> tuple[float, int, int]:
+        first = problem.offers[names[0]]
+        return first.node_price_per_h, first.per_node, sum(problem.offers[name].num_nodes for name in names)
 
-    return tuple(tuple(names) for names in sorted(groups, key=order))
+    def speed(names: list[str]) -> list[tuple[object, ...]]:
+        columns = by_offer[names[0]]
+        return [(*figures(one, ()), *sorted(figures(one, (root,)) for root in roots)) for one in columns]
+
+    found: list[list[str]] = []
+    for _, same in itertools.groupby(sorted(groups, key=size), key=size):
+        equal = list(same)
+        found += sorted(equal, key=speed) if len(equal) > 1 else equal
+    return tuple(map(tuple, found))
 
 
-def _gang_nodes(gangs: Sequence[Gang], merged: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> Ints:
+def _gang_nodes(
+    gangs: Sequence[Gang], problem: PlanningProblem, merged: Sequence[Sequence[str]], own: Sequence[Sequence[str]]
+) -> Ints:
+    bound = problem.demand.bound
     nodes = [
         [sum(gang.nodes.get(name, 0) for name in names) for names in merged]
-        + [-gang.nodes.get(name, 0) for (name,) in own]
+        + [-gang.num_home_cards(problem.offers[name], bound) for (name,) in own]
         for gang in gangs
     ]
     return np.array(nodes, dtype=np.int64).reshape(len(gangs), len(merged) + len(own))
