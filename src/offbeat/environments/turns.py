@@ -12,12 +12,11 @@ right behind it.
 from __future__ import annotations
 
 import json
-import os.path
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import product, takewhile
 from typing import Any
 
 import jinja2
@@ -85,6 +84,12 @@ class Conversation:
         return {"role": role, "content": content, **more}
 
 
+def _behind_common(one: str, other: str) -> str:
+    """Returns what follows in `other` where it stops being like `one`."""
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return other[sum(1 for _ in same) :]
+
+
 def call_id(index: int) -> str:
     """Returns the id of a call for templates that write one. Nine letters and digits are what Mistral's want."""
     return f"call{index:05}"
@@ -115,8 +120,8 @@ class TurnTokens:
 
     `template` is None for a model without one; a user's message is then added as it is. `tools` are the JSON schemas of
     the episode's tools. `call_format` is recognised from the template if it is None. `stop_ids` are the tokens that end
-    a turn of this model anyway, and `stop_tokens` texts of further ones. Raises `TemplateProblem` if there are tools and
-    the template has no place for them.
+    a turn of this model anyway, and `stop_tokens` texts of further ones. Raises `TemplateProblem` if there are tools
+    and the template has no place for them.
     """
 
     def __init__(
@@ -265,7 +270,7 @@ class TurnTokens:
                 begun, written = self._render(tried.start(), True), self._render(tried.called([PROBE]), False)
             except REFUSALS:
                 continue
-            answer = written[len(os.path.commonprefix([begun, written])) :].rpartition(THOUGHT)[2]
+            answer = _behind_common(begun, written).rpartition(THOUGHT)[2]
             if found := recognise_format(self.tokenizer, answer, PROBE, PROBE_ARGUMENTS):
                 return found
         raise TemplateProblem(
