@@ -118,7 +118,9 @@ def load_part(source: str, spec: wire.PartSpec) -> Part:
         stop_tokens += facts_of(found).stop_tokens
         if isinstance(found, type):
             classes.append(found)
-            tools += [Tool(n, f, schema_of(f, n, f"task.tools = {name!r}, {n}")) for n, f in methods_of(_made(found, name))]
+            tools += [
+                Tool(n, f, schema_of(f, n, f"task.tools = {name!r}, {n}")) for n, f in methods_of(_made(found, name))
+            ]
         else:
             own = getattr(found, "__name__", name.rpartition(":")[2])
             tools.append(Tool(own, found, schema_of(found, own, f"task.tools = {name!r}")))
@@ -161,7 +163,9 @@ def _made(kind: type, name: str) -> Any:
     try:
         return kind()
     except Exception as error:
-        raise UserError(f"task.tools = {name!r}: the class cannot be made without arguments: {one_line(error)}") from error
+        raise UserError(
+            f"task.tools = {name!r}: the class cannot be made without arguments: {one_line(error)}"
+        ) from error
 
 
 def methods_of(made: Any) -> list[tuple[str, Callable[..., Any]]]:
@@ -303,7 +307,9 @@ class EnvironmentServer:
         if in_turn or len(calls) == 1:
             outcomes = [self._call(call, tool) for call, tool in zip(calls[:limit], known, strict=False)]
         else:
-            running = [self._steps.submit(self._call, call, tool) for call, tool in zip(calls[:limit], known, strict=False)]
+            running = [
+                self._steps.submit(self._call, call, tool) for call, tool in zip(calls[:limit], known, strict=False)
+            ]
             outcomes = [one.result() for one in running]
         late = f"error: at most {limit} calls in one turn are run"
         outcomes += [(late, CallStatus.MALFORMED.value, 0.0)] * (len(calls) - len(outcomes))

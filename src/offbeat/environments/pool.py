@@ -151,7 +151,9 @@ class EnvironmentProcess:
         self.is_over = self.is_condemned = True
         busy = [session for session in self.sessions.values() if session.is_busy]
         for session in list(self.sessions.values()):
-            session.lost(why or "the process of the environment ended", is_suspect=session.is_busy, is_alone=len(busy) == 1)
+            session.lost(
+                why or "the process of the environment ended", is_suspect=session.is_busy, is_alone=len(busy) == 1
+            )
         self.sessions.clear()
         self._release()
 
@@ -266,7 +268,9 @@ class EnvironmentSession:
             self._pool.ended(self)
             if all(session.info.deterministic for session in process.sessions.values()):
                 for session in process.sessions.values():
-                    session._fail(EnvironmentLost("its process was ended, because another episode hung", is_suspect=False))
+                    session._fail(
+                        EnvironmentLost("its process was ended, because another episode hung", is_suspect=False)
+                    )
                 process.ended("another environment in its process hung")
 
     def _fail(self, error: OffbeatError) -> None:
