@@ -155,24 +155,13 @@ def test_nesting_without_end_is_told():
 def test_calls_find_their_tool_or_are_told_of_it():
     tools = by_name([("a", make_tool(measure, "a")), ("b", make_tool(echo, "b"))])
     broken = Call("", status=CallStatus.INVALID_JSON, problem="no JSON")
-    good, unknown, bare, same = bind_calls(
-        [Call("echo", {"text": "hi"}), Call("ecko", {}), Call("", {"": "37*48"}), broken], tools
-    )
+    good, unknown, same = bind_calls([Call("echo", {"text": "hi"}), Call("ecko", {}), broken], tools)
     assert (good.status, good.arguments) == (CallStatus.OK, {"text": "hi"})
     assert (unknown.status, unknown.problem) == (
         CallStatus.UNKNOWN_TOOL,
         "there is no tool 'ecko'; did you mean 'echo'?",
     )
-    assert bare.status is CallStatus.UNKNOWN_TOOL
-    assert "[measure: …]; there are measure, echo" in bare.problem
     assert same is broken
-
-
-def test_a_bare_call_means_the_only_tool_and_its_first_parameter():
-    (call,) = bind_calls([Call("", {"": "37*48"})], {"echo": make_tool(echo, "x")})
-    assert (call.name, call.arguments, call.status) == ("echo", {"text": "37*48"}, CallStatus.OK)
-    (named,) = bind_calls([Call("echo", {"": "1"})], {"echo": make_tool(echo, "x"), "measure": make_tool(measure, "x")})
-    assert (named.name, named.arguments) == ("echo", {"text": "1"})
 
 
 class Notes:

@@ -32,8 +32,6 @@ NOT_TOOLS = frozenset({"begin", "step", "close", "save", "load"})
 """Methods of a class that have another meaning."""
 HINTS = "str, int, float, bool, list[…], dict[str, …], Literal, Optional, an Enum or a dataclass"
 MAX_PROBLEM_CHARS = 300
-ONLY = ""
-"""Name and key by which a call in brackets means the only tool, and a tool's first parameter."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +55,9 @@ class Tool:
 
     def check(self, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         """Returns arguments for the function, and what is wrong with those that the model wrote; "" if nothing is."""
-        if ONLY in arguments and self.parameters:
-            arguments = {next(iter(self.parameters)): arguments[ONLY], **{k: v for k, v in arguments.items() if k}}
         for name in arguments:
             if name not in self.parameters and not self._takes_any:
-                return {}, f"{self.name} has no parameter {name!r}; {suggest(name, self.parameters, 'it has')}"
+                return {}, f"{self.name} has no parameter {name[:64]!r}; {suggest(name, self.parameters, 'it has')}"
         if missing := [name for name in self.required if name not in arguments]:
             return {}, f"{self.name} needs {' and '.join(missing)}"
         converted: dict[str, Any] = {}
@@ -78,8 +74,8 @@ class Tool:
         """Returns a call with checked and converted arguments, or with the status MALFORMED."""
         arguments, problem = self.check(call.arguments)
         if problem:
-            return replace(call, name=self.name, status=CallStatus.MALFORMED, problem=problem)
-        return replace(call, name=self.name, arguments=arguments)
+            return replace(call, status=CallStatus.MALFORMED, problem=problem)
+        return replace(call, arguments=arguments)
 
     @property
     def _takes_any(self) -> bool:
@@ -133,14 +129,10 @@ def bind_calls(calls: Sequence[Call], tools: Mapping[str, Tool]) -> list[Call]:
 
 
 def _bind(call: Call, tools: Mapping[str, Tool]) -> Call:
-    name = next(iter(tools)) if call.name == ONLY and len(tools) == 1 else call.name
-    if name not in tools:
-        if name == ONLY:
-            problem = f"name one of the tools, as in [{next(iter(tools), 'tool')}: …]; there are {', '.join(tools)}"
-        else:
-            problem = f"there is no tool {name[:64]!r}; {suggest(name, tools, 'there are')}"
+    if call.name not in tools:
+        problem = f"there is no tool {call.name[:64]!r}; {suggest(call.name, tools, 'there are')}"
         return replace(call, status=CallStatus.UNKNOWN_TOOL, problem=problem[:MAX_PROBLEM_CHARS])
-    return tools[name].bind(call)
+    return tools[call.name].bind(call)
 
 
 def make_tool(function: Callable[..., Any], label: str, name: str | None = None) -> Tool:
