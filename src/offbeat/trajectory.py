@@ -17,7 +17,7 @@ On the wire and on disk, trajectories are msgpack; `encode` and `decode` lose no
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -472,7 +472,7 @@ def record_problem(record: EpisodeRecord, num_tokens: int) -> str | None:
     return None
 
 
-def turns_of(trajectory: Trajectory, stop_token_ids: Sequence[int]) -> list[tuple[int, int]]:
+def turns_of(trajectory: Trajectory, stop_token_ids: Collection[int]) -> list[tuple[int, int]]:
     """Returns the first and the last position, plus one, of each turn of the model: sampled tokens up to a stop token.
     The last turn may be unfinished."""
     turns: list[tuple[int, int]] = []

@@ -21,7 +21,7 @@ from offbeat.errors import UserError
 
 ROLLOUT, TRAINER = "rollout", "trainer"
 """Values of `offbeat.ledger.workers.Role`. The third role, a judge (it computes rewards), uses no machine-local key."""
-MODEL_NAME = re.compile(r"offbeat-tiny|[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+MODEL_NAME = re.compile(r"offbeat-tiny(-tools)?|[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """The built-in model, or the name of a model on the Hugging Face hub."""
 FAR_STORE = re.compile(r"(?!file:|local:)[A-Za-z][A-Za-z0-9+.-]*://")
 """URL of a store on another machine."""

@@ -24,7 +24,16 @@ from offbeat.coordinator.relays import RelayAssignment
 from offbeat.coordinator.reward_queue import RewardQueue
 from offbeat.coordinator.writer import Writer
 from offbeat.errors import DeadlineError, RunInterrupted, RunOver, RunStopped, UserError
-from offbeat.ledger.errors import Conflict, Fenced, Forbidden, Refused, Unknown
+from offbeat.ledger.errors import (
+    ENVIRONMENT,
+    FAILURE_KINDS,
+    LOST_ENVIRONMENT,
+    Conflict,
+    Fenced,
+    Forbidden,
+    Refused,
+    Unknown,
+)
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Arrival, Batch, ComparedSegment, EvalRound, Outcome, Reconciled, Submission
 from offbeat.ledger.workers import PRESENT_S, WorkerState

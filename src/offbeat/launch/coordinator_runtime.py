@@ -22,6 +22,7 @@ from offbeat.data.mixture import Mixture
 from offbeat.errors import UserError
 from offbeat.launch import wiring
 from offbeat.launch.given import Given
+from offbeat.environments.wire import PartInfo
 from offbeat.launch.run_folder import RunFolder
 from offbeat.ledger.ledger import Ledger
 from offbeat.observability.console import Console, held_out, open_console, short
@@ -41,8 +42,10 @@ class Prepared:
     lengths: list[PromptLengths]
 
 
-def prepare(config: Config, mixture: Mixture, tokens: wiring.TokenLimits) -> Prepared:
-    issuer = wiring.make_issuer(config, mixture, tokens)
+def prepare(
+    config: Config, mixture: Mixture, tokens: wiring.TokenLimits, parts: Mapping[str, PartInfo] | None = None
+) -> Prepared:
+    issuer = wiring.make_issuer(config, mixture, tokens, parts)
     plan, rollout = issuer.eval_plan, config.rollout
     lengths = measure_prompts(mixture, issuer.renderer, plan.num_prompts if plan.every else 0)
     refuse_long(lengths, rollout.long_prompts, rollout.max_prompt_tokens)

@@ -184,7 +184,7 @@ class Episode:
             return self._finish(End.CALLS)
         if record.num_turns >= self.limits.max_turns:
             return self._finish(End.TURNS)
-        ids = self.form.reply(turn, stepped.content)
+        ids = self.form.reply(turn, stepped.content, int(self.trajectory.tokens[last - 1]))
         if last + len(ids) >= self.trajectory.max_new_tokens:
             return self._finish(End.OVERFLOW)
         self._give(ids, at=last)
