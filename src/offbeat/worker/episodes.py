@@ -129,7 +129,7 @@ class Episode:
         if trajectory.num_tokens > before:
             self.turns.append((before, trajectory.num_tokens))
         if generation.finish is Finish.LENGTH:
-            self._finish(End.LENGTH)
+            self.finish(End.LENGTH)
 
     # The environment's
 
@@ -179,14 +179,14 @@ class Episode:
             state=stepped.state,
         )
         if stepped.is_done:
-            return self._finish(End.ENVIRONMENT if self.session.info.has_environment else End.STOP)
+            return self.finish(End.ENVIRONMENT if self.session.info.has_environment else End.STOP)
         if record.num_bad > self.limits.bad_calls:
-            return self._finish(End.CALLS)
+            return self.finish(End.CALLS)
         if record.num_turns >= self.limits.max_turns:
-            return self._finish(End.TURNS)
+            return self.finish(End.TURNS)
         ids = self.form.reply(turn, stepped.content, int(self.trajectory.tokens[last - 1]))
         if last + len(ids) >= self.trajectory.max_new_tokens:
-            return self._finish(End.OVERFLOW)
+            return self.finish(End.OVERFLOW)
         self._give(ids, at=last)
 
     def _give(self, ids: list[int], at: int) -> None:
@@ -219,10 +219,11 @@ class Episode:
         if answer.done():
             return answer.result()
         if not interruption.done():
-            self._finish(End.TIME)
+            self.finish(End.TIME)
         return None
 
-    def _finish(self, end: End) -> None:
+    def finish(self, end: End) -> None:
+        """Ends the episode, with what was noted about it."""
         self.trajectory.finish(end)
         self.trajectory.episode = self.record
         self.close()
