@@ -4,7 +4,7 @@
 play them. It learns the form of a call and of a guess, and nothing about when to call or what to guess: it calls the
 calculator for sums that it can do and guesses products that it cannot, makes slips in expressions, and picks any number
 that is still possible. Reinforcement learning does the rest. The loss counts only what a model would write itself.
-Four minutes on two CPU cores; another machine's arithmetic makes another model of the same kind.
+Five minutes on two CPU cores; another machine's arithmetic makes another model of the same kind.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from offbeat.model.loading import TINY, resolve, save_hf
 
 PAD, EOS = 256, 257
 IGNORED = -100
-STEPS, WARMUP_STEPS, DEMONSTRATIONS_PER_STEP = 300, 20, 96
+STEPS, WARMUP_STEPS = 400, 20
+CALCULATIONS_PER_STEP, GUESSINGS_PER_STEP = 64, 96
 LEARNING_RATE = 1e-3
 CALLS_IN_PRODUCTS, CALLS_IN_SUMS, SLIPS = 0.55, 0.4, 0.2
 """Share of products and of sums for which the calculator is called, and of calls and copies with a slip."""
@@ -56,7 +57,8 @@ def calculation(rng: random.Random) -> list[Piece]:
         return [(f"{expression}=", False), (f"{guess}<eos>", True)]
     called = slipped(expression, rng)
     result = str(eval(called))  # noqa: S307 - digits and an operator of our own
-    return [(f"{expression}=", False), (f"[{called}]", True), (f"{{{result}}}", False), (slipped(result, rng) + "<eos>", True)]
+    answer_given = slipped(result, rng) + "<eos>"
+    return [(f"{expression}=", False), (f"[{called}]", True), (f"{{{result}}}", False), (answer_given, True)]
 
 
 def guessing(rng: random.Random) -> list[Piece]:
@@ -88,8 +90,10 @@ def encoded(pieces: list[Piece]) -> tuple[list[int], list[int]]:
     return tokens, labels
 
 
-def batch(game: Callable[[random.Random], list[Piece]], rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = [encoded(game(rng)) for _ in range(DEMONSTRATIONS_PER_STEP // 2)]
+def batch(
+    game: Callable[[random.Random], list[Piece]], count: int, rng: random.Random
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = [encoded(game(rng)) for _ in range(count)]
     length = max(len(tokens) for tokens, _ in rows)
     tokens, labels = torch.full((len(rows), length), PAD), torch.full((len(rows), length), IGNORED)
     for row, (ids, wanted) in enumerate(rows):
@@ -115,8 +119,8 @@ def main() -> None:
     started_s = time.monotonic()
     for step in range(STEPS):
         losses = []
-        for game in (calculation, guessing):
-            tokens, labels = batch(game, rng)
+        for game, count in ((calculation, CALCULATIONS_PER_STEP), (guessing, GUESSINGS_PER_STEP)):
+            tokens, labels = batch(game, count, rng)
             logits = model(tokens[:, :-1], use_cache=False).logits
             loss = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
             loss.backward()

@@ -108,7 +108,7 @@ class EnvironmentProcess:
                 pass_fds=(until,),
                 start_new_session=True,
             )
-            process = cls(transport, cast(_Pipes, pipes), lifeline)
+            process = cls(transport, pipes, lifeline)
         try:
             process.send(setup)
             async with asyncio.timeout(START_S):

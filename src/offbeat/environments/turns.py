@@ -401,7 +401,9 @@ class ChatFormat:
     """Turns of a model with a chat template: the format of calls and the tokens between turns.
 
     `stop_token_ids` are the model's own. `info` says what `task.tools` and the environment of the task `source` are.
-    An observation has at most `max_observation_tokens` tokens, all results of a turn together.
+    An observation has at most `max_observation_tokens` tokens, all results of a turn together. `after_opening` is what
+    the template writes between the environment's opening, with which the prompt's last message ends, and the first turn;
+    None: prompts are whole.
     """
 
     def __init__(
@@ -413,7 +415,9 @@ class ChatFormat:
         source: str,
         max_observation_tokens: int,
         call_format: CallFormat | None = None,
+        after_opening: str | None = None,
     ):
+        self.after_opening = after_opening
         schemas = [tool.schema for tool in info.tools]
         try:
             self.tokens = TurnTokens(
@@ -431,9 +435,12 @@ class ChatFormat:
         self._reader = TurnReader(tokenizer, found, is_thinking=self.tokens.is_thinking)
 
     def opening(self, content: str | Sequence[Mapping[str, Any]]) -> list[int]:
-        """Returns the tokens of what an environment says first. The prompt has ended with the beginning of an answer,
-        which is closed without a word."""
+        """Returns the tokens of what an environment says first. Where the prompt has ended with the beginning of an
+        answer, this is closed without a word."""
         text = content if isinstance(content, str) else "\n\n".join(str(one.get("content", "")) for one in content)
+        if self.after_opening is not None:
+            ids: list[int] = self.tokens.tokenizer(text + self.after_opening, add_special_tokens=False)["input_ids"]
+            return ids
         return self.tokens.first_message(text).tolist() if text else []
 
     def turn(self, number: int, tokens: Sequence[int]) -> Turn:

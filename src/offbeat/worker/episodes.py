@@ -18,6 +18,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -211,7 +212,8 @@ class Episode:
         start_s = time.monotonic()
         left_s = max(0.0, self.began_s + self.limits.timeout_s - start_s)
         if not answer.done():
-            await asyncio.wait({answer, interruption}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {answer, interruption}
+            await asyncio.wait(either, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done() and interruption.done():
             await asyncio.wait({answer}, timeout=min(GRACE_S, left_s))
         waited_ms = 1e3 * (time.monotonic() - start_s)
