@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from make_tiny import make_optimizers
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -24,9 +25,9 @@ from offbeat.model.loading import TINY, resolve, save_hf
 
 PAD, EOS = 256, 257
 IGNORED = -100
-STEPS, WARMUP_STEPS = 400, 20
-CALCULATIONS_PER_STEP, GUESSINGS_PER_STEP = 64, 96
-LEARNING_RATE = 1e-3
+STEPS, WARMUP_STEPS = 240, 15
+CALCULATIONS_PER_STEP, GUESSINGS_PER_STEP = 48, 96
+LEARNING_RATE = 2e-3
 CALLS_IN_PRODUCTS, CALLS_IN_SUMS, SLIPS = 0.55, 0.4, 0.2
 """Share of products and of sums for which the calculator is called, and of calls and copies with a slip."""
 HIGHEST, MAX_GUESSES = 31, 5
@@ -115,7 +116,7 @@ def main() -> None:
     rng = random.Random(arguments.seed)
     base = resolve(TINY)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizers = make_optimizers(model)
     started_s = time.monotonic()
     for step in range(STEPS):
         losses = []
@@ -126,10 +127,11 @@ def main() -> None:
             loss.backward()
             losses.append(loss.item())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step)
+            optimizer.step()
+            optimizer.zero_grad()
         if (step + 1) % PRINT_EVERY == 0:
             print(f"step {step + 1}, {time.monotonic() - started_s:.0f} s: losses {losses[0]:.3f} and {losses[1]:.3f}", flush=True)
     save_hf(model, tokenizer, arguments.folder)
