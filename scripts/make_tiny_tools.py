@@ -57,7 +57,7 @@ def calculation(rng: random.Random) -> list[Piece]:
     if rng.random() >= share:
         return [(f"{expression}=", False), (f"{guess}<eos>", True)]
     called = slipped(expression, rng)
-    result = str(eval(called))  # noqa: S307 - digits and an operator of our own
+    result = str(eval(called))
     answer_given = slipped(result, rng) + "<eos>"
     return [(f"{expression}=", False), (f"[{called}]", True), (f"{{{result}}}", False), (answer_given, True)]
 
@@ -133,7 +133,10 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
         if (step + 1) % PRINT_EVERY == 0:
-            print(f"step {step + 1}, {time.monotonic() - started_s:.0f} s: losses {losses[0]:.3f} and {losses[1]:.3f}", flush=True)
+            print(
+                f"step {step + 1}, {time.monotonic() - started_s:.0f} s: losses {losses[0]:.3f} and {losses[1]:.3f}",
+                flush=True,
+            )
     save_hf(model, tokenizer, arguments.folder)
 
 

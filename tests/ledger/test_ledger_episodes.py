@@ -70,7 +70,9 @@ def test_an_episode_is_stored_with_its_turns_its_waiting_and_its_claims(games):
         claims=(Claim(0.5, "turn", 2), Claim(1.0)),
     )
     assert one_outcome(games, episode, task.fence) is Outcome.STORED
-    row = games.execute("SELECT ended_by, num_tokens, num_sampled_tokens, num_turns, wait_ms, claimed FROM trajectories")
+    row = games.execute(
+        "SELECT ended_by, num_tokens, num_sampled_tokens, num_turns, wait_ms, claimed FROM trajectories"
+    )
     assert row.fetchone() == ("environment", 5, 3, 2, 12.5, 1.5)
     (unscored,) = games.unscored(10)
     assert unscored.trajectory == episode and unscored.num_sampled == 3

@@ -111,7 +111,9 @@ async def environments(folder: Path, spec: PartSpec, **settings) -> AsyncIterato
         await pool.close()
 
 
-def make_episodes(pool: EnvironmentPool, *, at_once: int | None = None, max_observation_tokens=64, **limits) -> Episodes:
+def make_episodes(
+    pool: EnvironmentPool, *, at_once: int | None = None, max_observation_tokens=64, **limits
+) -> Episodes:
     form = PlainFormat(TOKENIZER, (EOS,), pool.info[SOURCE], SOURCE, max_observation_tokens)
     return Episodes(pool, {SOURCE: form}, EpisodeLimits(**{**LIMITS, **limits}), at_once)
 

@@ -65,7 +65,14 @@ def test_what_the_environment_says_is_appended_as_given_tokens_and_its_rewards_a
     origins = [segment.origin for segment in episode.segments]
     assert origins == [Origin.GIVEN, Origin.SAMPLED] * 3
     assert episode.end is End.ENVIRONMENT
-    assert [text_of([token]) for token in episode.tokens[episode.sampled_mask]] == ["5", "<eos>", "8", "<eos>", "7", "<eos>"]
+    assert [text_of([token]) for token in episode.tokens[episode.sampled_mask]] == [
+        "5",
+        "<eos>",
+        "8",
+        "<eos>",
+        "7",
+        "<eos>",
+    ]
     record = episode.episode
     assert record.claims == (Claim(0.25, "turn", 9), Claim(0.25, "turn", 12), Claim(1.0, "environment", -1))
     assert (record.num_turns, record.state) == (3, {"guesses": 3})
@@ -243,7 +250,9 @@ def test_an_episode_whose_environment_cannot_be_had_again_is_reported_as_lost(tm
 
 
 def test_a_replay_that_says_something_else_is_noticed(tmp_path, versions):
-    code = GUESS.replace("self.secret = seed", f'self.secret = seed if not __import__("os").path.exists("{tmp_path}/spoilt") else 1')
+    code = GUESS.replace(
+        "self.secret = seed", f'self.secret = seed if not __import__("os").path.exists("{tmp_path}/spoilt") else 1'
+    )
 
     def slowly(number: int, so_far: str) -> str:
         return " " * 4 + bisect(number, so_far)
@@ -267,9 +276,7 @@ def test_an_environment_that_ends_its_process_fails_alone_and_the_others_are_rep
 
 def test_the_stop_token_of_a_class_ends_a_turn_and_is_not_part_of_its_text(tmp_path, versions):
     code = GUESS.replace("deterministic = True", 'stop_tokens = ("?",)')
-    desk = asyncio.run(
-        play(tmp_path, game(tmp_path, code), lambda *_: "7?9", version=versions[1])
-    )
+    desk = asyncio.run(play(tmp_path, game(tmp_path, code), lambda *_: "7?9", version=versions[1]))
     assert text_of(desk.done[1].tokens) == "1 to 9: 7?"
     assert desk.done[1].end is End.ENVIRONMENT
 

@@ -543,9 +543,7 @@ class EnvironmentTask(TaskConfig):
     """Apply the chat template. Without it, true if the model has a template."""
 
 
-AnyTask = Annotated[
-    ArithmeticTask | GymTask | FileTask | FunctionTask | EnvironmentTask, Field(discriminator="source")
-]
+AnyTask = Annotated[ArithmeticTask | GymTask | FileTask | FunctionTask | EnvironmentTask, Field(discriminator="source")]
 
 
 DEFAULT_BOUND = 4

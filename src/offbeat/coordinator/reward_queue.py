@@ -240,9 +240,7 @@ class Scorer:
             raise RunStopped(f"{reason}; correct the cause (see {self.log_path}), then resume the run")
 
 
-def inputs_of(
-    samples: Sequence[Unscored], decode: Callable[[Sequence[np.ndarray]], list[str]]
-) -> list[RewardInput]:
+def inputs_of(samples: Sequence[Unscored], decode: Callable[[Sequence[np.ndarray]], list[str]]) -> list[RewardInput]:
     """Returns samples as reward functions get them."""
     texts = decode([sample.response_tokens for sample in samples])
     inputs = []

@@ -96,7 +96,9 @@ class PlainFormat:
         elif len(self.tools) > 1:
             known = ", ".join(one.name for one in self.tools)
             status = CallStatus.UNKNOWN_TOOL if colon else CallStatus.NO_NAME
-            return Call(name.strip(), status=status, problem=f"begin a call with one of {known} and a colon", text=shown)
+            return Call(
+                name.strip(), status=status, problem=f"begin a call with one of {known} and a colon", text=shown
+            )
         return _with_arguments(tool, given, shown)
 
     def _ids(self, text: str) -> list[int]:

@@ -119,9 +119,7 @@ def shown_tools(parts: Mapping[str, PartInfo]) -> dict[str, Sequence[Mapping[str
 
 def make_formats(config: Config, tokens: Tokens, parts: Mapping[str, PartInfo]) -> dict[str, TurnFormat]:
     """Returns the formats of turns by source; raises `UserError` if a chat template cannot be used."""
-    renderer = Renderer(
-        tokens.tokenizer, max_prompt_tokens=config.rollout.max_prompt_tokens, tools=shown_tools(parts)
-    )
+    renderer = Renderer(tokens.tokenizer, max_prompt_tokens=config.rollout.max_prompt_tokens, tools=shown_tools(parts))
     settings, tasks = config.environment, episode_tasks(config)
     formats: dict[str, TurnFormat] = {}
     for source, part in parts.items():

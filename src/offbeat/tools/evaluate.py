@@ -12,8 +12,8 @@ from pathlib import Path
 
 from offbeat.config import load
 from offbeat.config.schema import Config
-from offbeat.data.mixture import Functions, Mixture, RewardSpec
 from offbeat.coordinator.reward_queue import inputs_of
+from offbeat.data.mixture import Functions, Mixture, RewardSpec
 from offbeat.engines.protocol import Engine, Request
 from offbeat.environments.pool import EnvironmentFailed
 from offbeat.errors import OffbeatError, UserError
