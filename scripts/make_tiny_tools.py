@@ -25,13 +25,13 @@ from offbeat.model.loading import TINY, resolve, save_hf
 
 PAD, EOS = 256, 257
 IGNORED = -100
-STEPS, WARMUP_STEPS = 240, 15
-CALCULATIONS_PER_STEP, GUESSINGS_PER_STEP = 48, 96
+STEPS, WARMUP_STEPS = 180, 12
+CALCULATIONS_PER_STEP, GUESSINGS_PER_STEP = 32, 64
 LEARNING_RATE = 2e-3
 CALLS_IN_PRODUCTS, CALLS_IN_SUMS, SLIPS = 0.55, 0.4, 0.2
 """Share of products and of sums for which the calculator is called, and of calls and copies with a slip."""
 HIGHEST, MAX_GUESSES = 31, 5
-PRINT_EVERY = 50
+PRINT_EVERY = 30
 
 Piece = tuple[str, bool]
 """A text, and whether the model writes it; if so, it ends the model's turn."""

@@ -55,7 +55,8 @@ def test_members_of_a_group_share_the_seed_of_their_environment(games):
     starts = {(task.episode.source, task.episode.seed) for task in tasks}
     assert len(tasks) == 2 and len({task.seed for task in tasks}) == 2
     ((source, seed),) = starts
-    assert source == "games" and isinstance(tasks[0].episode, EpisodeStart)
+    assert source == "games"
+    assert isinstance(tasks[0].episode, EpisodeStart)
     assert seed not in {task.seed for task in tasks}
 
 
@@ -75,7 +76,8 @@ def test_an_episode_is_stored_with_its_turns_its_waiting_and_its_claims(games):
     )
     assert row.fetchone() == ("environment", 5, 3, 2, 12.5, 1.5)
     (unscored,) = games.unscored(10)
-    assert unscored.trajectory == episode and unscored.num_sampled == 3
+    assert unscored.trajectory == episode
+    assert unscored.num_sampled == 3
 
 
 def test_a_changed_count_of_turns_is_found(games):
@@ -108,7 +110,8 @@ def test_a_partial_that_ends_in_given_tokens_is_carried_on(games):
     (task, _) = games.lease("w", 2, 0)
     assert one_outcome(games, played(task, sampled(0, 6, STOP), given(2, 7)), task.fence) is Outcome.PARTIAL
     (again,) = games.lease("v", 1, 0)
-    assert again.prefix is not None and again.prefix.num_tokens == 3
+    assert again.prefix is not None
+    assert again.prefix.num_tokens == 3
     done = played(again, sampled(3, STOP), end=End.STOP, num_turns=2)
     assert one_outcome(games, done, again.fence, "v") is Outcome.STORED
 

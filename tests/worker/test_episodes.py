@@ -124,7 +124,8 @@ def test_a_megabyte_is_cut_to_the_limit_of_an_observation(tmp_path, versions):
 
     desk = asyncio.run(play(tmp_path, tools(tmp_path, code, "double"), say, version=versions[1]))
     observation = text_of(desk.done[1].tokens).removeprefix("[1]").removesuffix("done<eos>")
-    assert observation.startswith("{aaa") and observation.endswith("bbb}")
+    assert observation.startswith("{aaa")
+    assert observation.endswith("bbb}")
     assert len(observation) <= 64 + len("{}")
 
 
@@ -178,6 +179,9 @@ def test_a_round_that_ends_while_tools_sleep_has_all_partials_at_once_and_no_cal
     def say(number: int, so_far: str) -> str:
         return "done<eos>" if "{" in so_far else f"[{number}]"
 
+    def num_calls() -> int:
+        return len((tmp_path / "calls").read_text().split())
+
     async def scenario() -> Desk:
         desk = Desk()
         desk.begin_round(versions[1])
@@ -186,7 +190,7 @@ def test_a_round_that_ends_while_tools_sleep_has_all_partials_at_once_and_no_cal
             stops = episodes.forms[SOURCE].stop_token_ids
             desk.add(*(an_episode(number, stops) for number in range(1, count + 1)))
             async with working(Worker("w", WrittenEngine(say), desk, episodes=episodes)), asyncio.timeout(30):
-                while not (tmp_path / "calls").exists() or len((tmp_path / "calls").read_text().split()) < count:
+                while not (tmp_path / "calls").exists() or num_calls() < count:  # noqa: ASYNC110 - by children
                     await asyncio.sleep(0.01)
                 began_s = time.monotonic()
                 desk.end_round()
@@ -213,7 +217,7 @@ async def handed_over(folder, spec: PartSpec, version, say, *, spoil=None) -> De
         desk.add(an_episode(1, stops))
         engine = WrittenEngine(say, token_s=0.02)
         async with working(Worker("one", engine, desk, episodes=episodes)):
-            while len(engine.requests) < 2:
+            while len(engine.requests) < 2:  # noqa: ASYNC110 - the engine tells nobody
                 await asyncio.sleep(0.005)
             await asyncio.sleep(0.03)
             desk.end_round()

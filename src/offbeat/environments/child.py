@@ -1,4 +1,4 @@
-"""A process with environments, `python -m offbeat.environments.child`: runs the episodes of a worker until its pool ends.
+"""A process with environments, `python -m offbeat.environments.child`: runs episodes until its pool ends.
 
 - It imports neither torch nor anything that does. Episodes run side by side on threads, so that one that waits delays
   no other; async functions share an event loop.

@@ -1,8 +1,8 @@
 """How turns look in tokens: what ends a turn, how calls are read from it, and what is appended after it.
 
 `PlainFormat` is for models without a chat template. A call stands in brackets, `[37*48]`, and its result in braces,
-`{1776}`; with several tools, or more than one argument, a call begins with the tool's name, as in `[add: 1, 2]`. What an
-environment says is appended as it is.
+`{1776}`. With several tools, or more than one argument, a call begins with the tool's name, as in `[add: 1, 2]`. What
+an environment says is appended as it is.
 """
 
 from __future__ import annotations

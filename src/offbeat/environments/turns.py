@@ -401,9 +401,9 @@ class ChatFormat:
     """Turns of a model with a chat template: the format of calls and the tokens between turns.
 
     `stop_token_ids` are the model's own. `info` says what `task.tools` and the environment of the task `source` are.
-    An observation has at most `max_observation_tokens` tokens, all results of a turn together. `after_opening` is what
-    the template writes between the environment's opening, with which the prompt's last message ends, and the first turn;
-    None: prompts are whole.
+    An observation has at most `max_observation_tokens` tokens, all results of a turn together. `after_opening` is
+    what the template writes between the environment's opening, with which the prompt's last message ends, and the first
+    turn; None: prompts are whole.
     """
 
     def __init__(

@@ -108,7 +108,8 @@ def _check_exact(config: Config, parts: Mapping[str, PartInfo]) -> None:
         if config.run.exact and not part.deterministic:
             raise UserError(
                 f"run.exact = true: task {source} has tools or an environment that do not say `deterministic = True`, "
-                "so its episodes may differ from one time to the next; say so where it is true, or set run.exact = false"
+                "so its episodes may differ from one time to the next; say so where it is true, or set "
+                "run.exact = false"
             )
 
 

@@ -93,8 +93,8 @@ class Worker:
         episodes: Episodes | None = None,
     ):
         """`kv` and `kv_lag` are set in every engine request: which keys and values it may use, and how many versions
-        old these may be. With `finishes`, running tasks end before weights are loaded. `episodes` carries on tasks with tools or environments;
-        None: the run has no such tasks."""
+        old these may be. With `finishes`, running tasks end before weights are loaded. `episodes` carries on tasks with
+        tools or environments; None: the run has no such tasks."""
         self.name, self.engine, self.client = name, engine, client
         self._kv, self._kv_lag, self._finishes, self._episodes = kv, kv_lag, finishes, episodes
         self._slots = asyncio.Semaphore(engine.capabilities.num_slots)
