@@ -90,8 +90,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """A value that an environment says was earned at a token position of the response; -1 is the last token. It was made
-    on a worker, so it is stored as a claim and judged like an answer."""
+    """A value that an environment says was earned at a token position of the response; -1 is the last token. It was
+    made on a worker, so it is stored as a claim and judged like an answer."""
 
     value: float
     name: str = "environment"
@@ -99,8 +99,8 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A call that a turn made: number of the turn, name, `status` (`environments.protocol.CallStatus`, "cut" at its time
-    limit, "raised") and milliseconds."""
+    """A call that a turn made: number of the turn, name of the tool, milliseconds, and `status`: that of
+    `environments.protocol.CallStatus`, "cut" at its time limit, or "raised"."""
 
     turn: int
     tool: str

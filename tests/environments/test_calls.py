@@ -7,7 +7,7 @@ from chat_tokenizers import chat_tokenizer, odd_splits
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.environments.calls import FORMATS, MAX_CALLS, ONLY, TurnReader, find_format, recognise_format
+from offbeat.environments.calls import FORMATS, MAX_CALLS, TurnReader, find_format, recognise_format
 from offbeat.environments.protocol import CallStatus
 from offbeat.errors import UserError
 
@@ -87,7 +87,7 @@ def read(name, text, tokenizer=TOKENIZER, **how):
 
 
 def test_every_format_has_its_writer_here():
-    assert WRITERS.keys() | {"brackets"} == FORMATS.keys()
+    assert WRITERS.keys() == FORMATS.keys()
 
 
 words = st.from_regex(r"[a-z][a-z0-9_]{0,20}", fullmatch=True)
@@ -195,7 +195,7 @@ def test_junk_never_raises_and_what_is_read_can_be_sent(name, text):
         turn = read(name, text, tokenizer)
         for call in turn.calls:
             assert (call.status is OK) == (call.problem == "")
-            assert call.status is not OK or call.name or name == "brackets"
+            assert call.status is not OK or call.name
             assert "\n" not in call.problem or call.status is not OK
             json.dumps(dict(call.arguments), allow_nan=False).encode()
 
@@ -406,13 +406,3 @@ def test_a_format_that_does_not_exist_names_the_nearest():
         UserError, match=r"environment.calls = 'hermse': there is no such format of calls; did you mean 'hermes'"
     ):
         find_format("hermse", "environment.calls")
-
-
-def test_a_call_in_brackets_is_the_end_of_its_turn():
-    turn = read("brackets", "I work it out: [37*48]")
-    assert [(call.name, call.arguments, call.text) for call in turn.calls] == [(ONLY, {ONLY: "37*48"}, "[37*48]")]
-    assert turn.text == "I work it out:"
-    assert [(c.name, c.arguments) for c in read("brackets", "[add: 1, 2]</s>").calls] == [("add", {ONLY: "1, 2"})]
-    for answer in ("[37*48] is 5", "37*48]", "[37*48", "1776"):
-        turn = read("brackets", answer)
-        assert (turn.calls, turn.text) == ((), answer)

@@ -543,9 +543,7 @@ class EnvironmentTask(TaskConfig):
     """Apply the chat template. Without it, true if the model has a template."""
 
 
-AnyTask = Annotated[
-    ArithmeticTask | GymTask | FileTask | FunctionTask | EnvironmentTask, Field(discriminator="source")
-]
+AnyTask = Annotated[ArithmeticTask | GymTask | FileTask | FunctionTask | EnvironmentTask, Field(discriminator="source")]
 
 
 DEFAULT_BOUND = 4
@@ -780,8 +778,7 @@ class EnvironmentConfig(Section):
     """Mistakes in a row of which the model is told, such as a call of an unknown tool. With one more, the episode
     ends."""
     calls: str | None = None
-    """Format in which the model writes calls, such as hermes or brackets. Without it, that of the chat template, or
-    brackets for models without one."""
+    """Format in which a model with a chat template writes calls, such as hermes. Without it, that of the template."""
     step_timeout_s: float = free(30.0, gt=0)
     """Longest time of a call or of a step of the environment. Then the call is given up, which the model is told, or
     the attempt at the episode fails."""

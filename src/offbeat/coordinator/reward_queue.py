@@ -195,24 +195,7 @@ class Scorer:
         self._unseen, self._has_seen_some = set(untried), False
 
     def inputs(self, samples: Sequence[Unscored]) -> list[RewardInput]:
-        texts = self.decode([sample.response_tokens for sample in samples])
-        inputs = []
-        for sample, text in zip(samples, texts, strict=True):
-            view: EpisodeView | UnsetType = UNSET
-            if sample.trajectory is not None:
-                view = view_of(sample.trajectory, sample.stop_token_ids, self.decode)
-                text = view.final if sample.reward in LOADERS else text
-            inputs.append(
-                RewardInput(
-                    prompt=sample.problem["prompt"],
-                    response=text,
-                    answer=sample.problem["answer"],
-                    info=sample.problem["info"],
-                    tokens=sample.response_tokens.tolist(),
-                    episode=view,
-                )
-            )
-        return inputs
+        return inputs_of(samples, self.decode)
 
     def scored(self, samples: Sequence[Unscored], results: Sequence[RewardResult]) -> list[Scored]:
         """Returns, for each sample, its rewards or the reason why they failed. Counts successes and failures for
@@ -255,6 +238,27 @@ class Scorer:
         """Raises `RunStopped` if too many of the latest rewards failed."""
         if reason := self.watch.verdict():
             raise RunStopped(f"{reason}; correct the cause (see {self.log_path}), then resume the run")
+
+
+def inputs_of(samples: Sequence[Unscored], decode: Callable[[Sequence[np.ndarray]], list[str]]) -> list[RewardInput]:
+    """Returns samples as reward functions get them."""
+    texts = decode([sample.response_tokens for sample in samples])
+    inputs = []
+    for sample, text in zip(samples, texts, strict=True):
+        view: EpisodeView | UnsetType = UNSET
+        if sample.trajectory is not None:
+            view = view_of(sample.trajectory, sample.stop_token_ids, decode)
+        inputs.append(
+            RewardInput(
+                prompt=sample.problem["prompt"],
+                response=view.final if not isinstance(view, UnsetType) and sample.reward in LOADERS else text,
+                answer=sample.problem["answer"],
+                info=sample.problem["info"],
+                tokens=sample.response_tokens.tolist(),
+                episode=view,
+            )
+        )
+    return inputs
 
 
 def view_of(

@@ -18,7 +18,6 @@ The formats, by their names:
 - `harmony`: `… to=functions.NAME<|channel|>commentary<|message|>{…}<|call|>`; gpt-oss
 - `pythonic`: `<|tool_call_start|>[NAME(KEY=VALUE)]<|tool_call_end|>`; LFM2
 - `gemma`: `<|tool_call>call:NAME{KEY:<|"|>TEXT<|"|>}<tool_call|>`; Gemma 4
-- `brackets`: `[TEXT]` at the end of a turn, or `[NAME: TEXT]`; for small models, whose tools take one argument
 """
 
 from __future__ import annotations
@@ -58,8 +57,6 @@ class CallFormat:
     """Texts that mark calls. Each is looked for as a token where the model has such a token, otherwise as text."""
     stop_tokens: tuple[str, ...] = ()
     """Tokens that end a turn because a call ends with them, beside the model's own."""
-    is_inline: bool = False
-    """Whether results are written into the model's text, as `{RESULT}`, and not as a message of the chat template."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +102,7 @@ class TurnReader:
         self._tags_by_id = {token: tag for tag in tags if (token := token_id(tokenizer, tag)) is not None}
         as_text = sorted(set(tags) - set(self._tags_by_id.values()), key=len, reverse=True)
         self._tags_as_text = re.compile("|".join(map(re.escape, as_text))) if as_text else None
-        stops = set() if call_format.is_inline else {token_id(tokenizer, text) for text in call_format.stop_tokens}
+        stops = {token_id(tokenizer, text) for text in call_format.stop_tokens}
         self._special = (frozenset(tokenizer.all_special_ids) | stops) - self._tags_by_id.keys()
 
     def read(self, tokens: Sequence[int] | np.ndarray, number: int = 0) -> Turn:
@@ -179,11 +176,10 @@ def recognise_format(tokenizer: Any, written: str, name: str, arguments: Mapping
     `name` with `arguments`, which are texts; None if no format reads it so."""
     tokens = tokenizer(written, add_special_tokens=False)["input_ids"]
     for one in FORMATS.values():
-        if not one.is_inline:
-            calls = TurnReader(tokenizer, one).read(tokens).calls
-            found = [(call.status, call.name, dict(call.arguments)) for call in calls]
-            if found == [(CallStatus.OK, name, dict(arguments))]:
-                return one
+        calls = TurnReader(tokenizer, one).read(tokens).calls
+        found = [(call.status, call.name, dict(call.arguments)) for call in calls]
+        if found == [(CallStatus.OK, name, dict(arguments))]:
+            return one
     return None
 
 
@@ -749,21 +745,6 @@ def _gemma_items(text: str, at: int, depth: int) -> tuple[Any, int]:
     return (entries if is_object else items), at + 1
 
 
-BRACKETS = re.compile(r"\[([^\[\]]*)\]\s*\Z")
-NAME_FIRST = re.compile(r"\s*([A-Za-z_]\w*)\s*:\s*(.*)\Z", re.DOTALL)
-ONLY = ""
-"""Name and key of a bare `[TEXT]`: the task's only tool, and its first parameter."""
-
-
-def _read_brackets(marked: Marked) -> Parsed:
-    found = BRACKETS.search(marked.text)
-    if found is None:
-        return Parsed(marked.text, [])
-    named, whole = NAME_FIRST.match(found.group(1)), found.group()
-    name, value = named.groups() if named else (ONLY, found.group(1))
-    return Parsed(marked.text[: found.start()], [Call(name, {ONLY: value}, CallStatus.OK, "", whole)])
-
-
 FORMATS: Mapping[str, CallFormat] = {
     one.name: one
     for one in (
@@ -780,6 +761,8 @@ FORMATS: Mapping[str, CallFormat] = {
         ),
         CallFormat("pythonic", _read_pythonic, (PYTHONIC_BEGIN, PYTHONIC_END)),
         CallFormat("gemma", _read_gemma, (GEMMA_BEGIN, GEMMA_END, GEMMA_QUOTE), stop_tokens=("<|tool_response>",)),
-        CallFormat("brackets", _read_brackets, (), stop_tokens=("]",), is_inline=True),
     )
 }
+
+NO_CALLS = CallFormat("none", lambda marked: Parsed(marked.text, ()), ())
+"""For episodes without tools: all that is written is text."""

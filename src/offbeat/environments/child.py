@@ -1,4 +1,4 @@
-"""A process with environments, `python -m offbeat.environments.child`: runs the episodes of a worker until its pool ends.
+"""A process with environments, `python -m offbeat.environments.child`: runs episodes until its pool ends.
 
 - It imports neither torch nor anything that does. Episodes run side by side on threads, so that one that waits delays
   no other; async functions share an event loop.
@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import json
 import math
 import os
 import resource
@@ -31,7 +30,8 @@ from typing import Any
 import msgspec
 
 from offbeat.environments import wire
-from offbeat.environments.protocol import Call, CallStatus, Done, Opening, Reply, Turn, facts_of
+from offbeat.environments.protocol import Call, CallStatus, Done, Opening, Reply, facts_of
+from offbeat.environments.tools import Tool, as_text, bind_calls, by_name, make_tool, tools_of
 from offbeat.errors import UserError
 from offbeat.locate import is_async, locate, one_line
 from offbeat.rewards.child import Pipes, die_with
@@ -47,13 +47,6 @@ LEFT_OUT = " ... "
 
 class Unusable(Exception):
     """Raised if an environment returned something that is no reply."""
-
-
-@dataclass
-class Tool:
-    name: str
-    function: Callable[..., Any]
-    schema: dict[str, Any]
 
 
 @dataclass
@@ -76,72 +69,37 @@ class Episode:
     objects: list[Any] = field(default_factory=list)
 
 
-def schema_of(function: Callable[..., Any], name: str, label: str) -> dict[str, Any]:
-    """Returns the JSON schema of a tool, as chat templates take it."""
-    kinds = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
-    properties: dict[str, Any] = {}
-    required: list[str] = []
-    try:
-        parameters = inspect.signature(function, eval_str=True).parameters.values()
-    except (TypeError, ValueError, NameError) as error:
-        raise UserError(f"{label}: its parameters cannot be read: {one_line(error)}") from error
-    for parameter in parameters:
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise UserError(f"{label}: parameter {parameter.name!r} needs a name of its own; arguments go by name")
-        kind = kinds.get(parameter.annotation)
-        properties[parameter.name] = {"type": kind} if kind else {}
-        if parameter.default is parameter.empty:
-            required.append(parameter.name)
-    described = inspect.getdoc(function)
-    if not described:
-        raise UserError(f"{label}: it has no docstring, from which the model learns what the tool does; write one")
-    return {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": described,
-            "parameters": {"type": "object", "properties": properties, "required": required},
-        },
-    }
-
-
 def load_part(source: str, spec: wire.PartSpec) -> Part:
     """Loads what a task needs; raises `UserError` for what the user can correct."""
     environment = locate(spec.path, f"task.path of {source}") if spec.path else None
     if environment is not None:
         _check_environment(environment, spec)
-    tools: list[Tool] = []
+    found_tools: list[tuple[str, Tool]] = []
     classes: list[type] = []
     stop_tokens: list[str] = list(facts_of(environment).stop_tokens) if environment else []
     for name in spec.tools:
         found = locate(name, f"task.tools of {source}")
         stop_tokens += facts_of(found).stop_tokens
+        label = f"task.tools = {name!r}"
         if isinstance(found, type):
             classes.append(found)
-            tools += [
-                Tool(n, f, schema_of(f, n, f"task.tools = {name!r}, {n}")) for n, f in methods_of(_made(found, name))
-            ]
+            found_tools += [(name, tool) for tool in tools_of(_made(found, name), label)]
         else:
-            own = getattr(found, "__name__", name.rpartition(":")[2])
-            tools.append(Tool(own, found, schema_of(found, own, f"task.tools = {name!r}")))
-    seen: set[str] = set()
-    for tool in tools:
-        if tool.name in seen:
-            raise UserError(f"task.tools of {source}: two tools are named {tool.name!r}; rename one of the functions")
-        seen.add(tool.name)
+            found_tools.append((name, make_tool(found, label)))
+    tools = list(by_name(found_tools).values())
     parts = [environment] if environment is not None else []
     own_facts = [facts_of(part) for part in [*parts, *(tool.function for tool in tools), *classes]]
     return Part(
         spec,
         environment,
-        [tool for tool in tools if not any(hasattr(kind, tool.name) for kind in classes)],
+        [tool for tool in tools if not hasattr(tool.function, "__self__")],
         classes,
         wire.PartInfo(
             deterministic=bool(own_facts) and all(facts.deterministic for facts in own_facts),
             isolated=any(facts.isolated for facts in own_facts),
             stop_tokens=tuple(dict.fromkeys(stop_tokens)),
             can_save=environment is not None and facts_of(environment).can_save,
-            tools=tuple(wire.ToolInfo(tool.name, tool.schema) for tool in tools),
+            tools=tuple(wire.ToolInfo(tool.name, dict(tool.schema)) for tool in tools),
             has_environment=environment is not None,
         ),
     )
@@ -166,24 +124,6 @@ def _made(kind: type, name: str) -> Any:
         raise UserError(
             f"task.tools = {name!r}: the class cannot be made without arguments: {one_line(error)}"
         ) from error
-
-
-def methods_of(made: Any) -> list[tuple[str, Callable[..., Any]]]:
-    """Returns the public methods of an object; they are its tools."""
-    names = [name for name in dir(type(made)) if not name.startswith("_") and name not in ("close", "save", "load")]
-    return [(name, getattr(made, name)) for name in names if inspect.isroutine(getattr(type(made), name))]
-
-
-def as_text(value: Any) -> str:
-    """Returns a tool's result as text: a str as it is, None as nothing, anything else as JSON or by `str`."""
-    if isinstance(value, str):
-        return value
-    if value is None:
-        return ""
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):
-        return str(value)
 
 
 def shortened(text: str) -> str:
@@ -264,7 +204,7 @@ class EnvironmentServer:
         for kind in part.classes:
             made = kind()
             episode.objects.append(made)
-            episode.tools |= {name: Tool(name, f, {}) for name, f in methods_of(made)}
+            episode.tools |= {tool.name: tool for tool in tools_of(made, kind.__name__)}
         opening = Opening()
         if part.environment is not None:
             episode.environment = part.environment(**part.spec.options)
@@ -272,11 +212,11 @@ class EnvironmentServer:
             opening = _opening(self._await(episode.environment.begin(message.problem, message.seed)))
         own = []
         for function in opening.tools:
-            name = getattr(function, "__name__", "tool")
-            if name in episode.tools:
-                raise Unusable(f"begin returned a tool named {name!r}, which the episode already has")
-            episode.tools[name] = Tool(name, function, schema_of(function, name, f"tool {name!r} of begin"))
-            own.append(wire.ToolInfo(name, episode.tools[name].schema))
+            tool = make_tool(function, "a tool that begin returned")
+            if tool.name in episode.tools:
+                raise Unusable(f"begin returned a tool named {tool.name!r}, which the episode already has")
+            episode.tools[tool.name] = tool
+            own.append(wire.ToolInfo(tool.name, dict(tool.schema)))
         self.episodes[message.episode] = episode
         content = opening.content
         if isinstance(content, str):
@@ -299,6 +239,7 @@ class EnvironmentServer:
         return _stepped(message.episode, found)
 
     def _run_calls(self, number: int, episode: Episode, calls: Sequence[Call]) -> wire.Stepped:
+        calls = bind_calls(calls, episode.tools)
         known = [episode.tools.get(call.name) for call in calls]
         in_turn = any(facts_of(tool.function).sequential for tool in known if tool is not None)
         in_turn = in_turn or facts_of(episode.environment).sequential
@@ -313,7 +254,7 @@ class EnvironmentServer:
             outcomes = [one.result() for one in running]
         late = f"error: at most {limit} calls in one turn are run"
         outcomes += [(late, CallStatus.MALFORMED.value, 0.0)] * (len(calls) - len(outcomes))
-        failed = any(status != CallStatus.OK for _, status, _ in outcomes)
+        failed = any(status not in (CallStatus.OK, wire.CUT) for _, status, _ in outcomes)
         self._stuck = {one for one in self._stuck if not one.done()}
         return wire.Stepped(
             number,
@@ -327,12 +268,7 @@ class EnvironmentServer:
         """Runs one call and returns its observation, its status and its milliseconds."""
         if call.status is not CallStatus.OK:
             return f"error: {call.problem or call.status.value}", call.status.value, 0.0
-        if tool is None:
-            return f"error: there is no tool {call.name!r}", CallStatus.UNKNOWN_TOOL.value, 0.0
-        try:
-            inspect.signature(tool.function).bind(**call.arguments)
-        except TypeError as error:
-            return f"error: {error}", CallStatus.MALFORMED.value, 0.0
+        assert tool is not None, f"call of {call.name!r} was not checked"
         start_s = time.monotonic()
         timeout_s = self.setup.step_timeout_s
         doing: Future[Any]

@@ -41,8 +41,8 @@ class EnvironmentFailed(OffbeatError):
 
 
 class EnvironmentLost(OffbeatError):
-    """An environment was lost with its process. It can be begun again; if `is_suspect`, in a process of its own, because
-    it may have been what ended the process."""
+    """An environment was lost with its process. It can be begun again; if `is_suspect`, in a process of its own,
+    because it may have been what ended the process."""
 
     def __init__(self, message: str, *, is_suspect: bool):
         super().__init__(message)
@@ -108,7 +108,7 @@ class EnvironmentProcess:
                 pass_fds=(until,),
                 start_new_session=True,
             )
-            process = cls(transport, cast(_Pipes, pipes), lifeline)
+            process = cls(transport, pipes, lifeline)
         try:
             process.send(setup)
             async with asyncio.timeout(START_S):
@@ -182,8 +182,8 @@ class EnvironmentProcess:
 
 
 class EnvironmentSession:
-    """The environment of one episode, as its worker sees it. One call at a time; a call that is no longer waited for goes
-    on, and the next `step` with the same turn gets its answer."""
+    """The environment of one episode, as its worker sees it. One call at a time; a call that is no longer waited for
+    goes on, and the next `step` with the same turn gets its answer."""
 
     def __init__(self, pool: EnvironmentPool, process: EnvironmentProcess, number: int, part: str):
         self._pool, self._process, self.number, self.part = pool, process, number, part

@@ -22,8 +22,9 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from offbeat.environments.calls import THINK, THOUGHT, CallFormat, TurnReader, recognise_format
-from offbeat.environments.protocol import Call
+from offbeat.environments.calls import FORMATS, NO_CALLS, THINK, THOUGHT, CallFormat, TurnReader, recognise_format
+from offbeat.environments.protocol import Call, Turn
+from offbeat.environments.wire import PartInfo
 from offbeat.errors import UserError
 
 MARK = "offbeatanswer"
@@ -36,7 +37,6 @@ MAX_TOKEN_CHARS = 64
 """Characters per token that are looked at when a text is shortened: a tool may return a megabyte."""
 REFUSALS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
 """Errors by which templates refuse a conversation."""
-IN_BRACKETS = 'let the model write calls in brackets: environment.calls = "brackets"'
 
 
 class TemplateProblem(UserError):
@@ -118,16 +118,15 @@ class Written:
 class TurnTokens:
     """The tokens that a chat template puts between the turns of an episode.
 
-    `template` is None for a model without one; a user's message is then added as it is. `tools` are the JSON schemas of
-    the episode's tools. `call_format` is recognised from the template if it is None. `stop_ids` are the tokens that end
-    a turn of this model anyway, and `stop_tokens` texts of further ones. Raises `TemplateProblem` if there are tools
-    and the template has no place for them.
+    `tools` are the JSON schemas of the episode's tools. `call_format` is recognised from the template if it is None.
+    `stop_ids` are the tokens that end a turn of this model anyway, and `stop_tokens` texts of further ones. Raises
+    `TemplateProblem` if there are tools and the template has no place for them.
     """
 
     def __init__(
         self,
         tokenizer: Any,
-        template: str | None,
+        template: str,
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         call_format: CallFormat | None = None,
@@ -139,10 +138,9 @@ class TurnTokens:
         special = set(tokenizer.all_special_ids)
         self._added: dict[str, int] = tokenizer.get_added_vocab()
         self._special = sorted((text for text, id in self._added.items() if id in special), key=len, reverse=True)
-        self._for_messages = self._for_results = None
-        if template is not None:
-            self._for_messages = self._find_for_messages()
-        if tools and not self._is_inline:
+        self._for_messages = self._find_for_messages()
+        self._for_results = None
+        if tools:
             self._for_results = self._find_for_results()
             self.call_format = call_format or self._recognise(self._for_results)
         self.is_thinking = self._ends_in_thought()
@@ -151,19 +149,11 @@ class TurnTokens:
         """Tokens that end a turn."""
         self._guarded = self._guard()
 
-    def reader(self) -> TurnReader | None:
-        """Returns what reads the calls of these turns; None if there are no tools."""
-        if self.call_format is None:
-            return None
-        return TurnReader(self.tokenizer, self.call_format, is_thinking=self.is_thinking)
-
     def results(self, calls: Sequence[Call], texts: Sequence[str], stop: int | None = None) -> np.ndarray:
         """Returns the tokens of the results of calls, one text for each call, up to where the model goes on. `stop` is
         the token with which the model's turn ended."""
         hidden: dict[str, str] = {}
         shown = [self._hide(text, hidden) for text in texts]
-        if self._is_inline:
-            return self._encode("".join(f"{{{text}}}" for text in shown), hidden)
         assert self._for_results is not None, "these turns have no tools"
         written = self._write_results(self._for_results, [call.name or PROBE for call in calls], shown)
         return self._behind(written, hidden, stop)
@@ -173,9 +163,14 @@ class TurnTokens:
         the model's turn ended."""
         hidden: dict[str, str] = {}
         shown = self._hide(text, hidden)
-        if self._for_messages is None:
-            return self._encode(shown, hidden)
         return self._behind(self._write_message(self._for_messages, shown), hidden, stop)
+
+    def first_message(self, text: str) -> np.ndarray:
+        """Returns the tokens of a message of the user behind a prompt that has ended with the beginning of an answer:
+        the answer is closed without a word."""
+        hidden: dict[str, str] = {}
+        written = self._write_message(self._for_messages, self._hide(text, hidden))
+        return self._encode(written.closing + written.text, hidden)
 
     def shorten(self, text: str, max_tokens: int) -> str:
         """Returns a text of at most `max_tokens` tokens: the text, or its beginning and its end with a note between
@@ -200,10 +195,6 @@ class TurnTokens:
 
     # What the template does
 
-    @property
-    def _is_inline(self) -> bool:
-        return self.call_format is not None and self.call_format.is_inline
-
     def _find_for_messages(self) -> Conversation:
         why = ""
         for tried in _conversations():
@@ -218,15 +209,11 @@ class TurnTokens:
         )
 
     def _find_for_results(self) -> Conversation:
-        if self.template is None:
-            raise TemplateProblem(
-                f"tools need a chat template and the tokenizer has none; set model.chat_template, or {IN_BRACKETS}"
-            )
         if self.call_format is None and not self._shows_tools():
             raise TemplateProblem(
                 "model.chat_template: it does not show the model its tools; set model.chat_template to one that does, "
                 "or tell of them in your prompts and set environment.calls to the format of calls, such as "
-                '"brackets" or "hermes"'
+                f"{' or '.join(list(FORMATS)[:2])}"
             )
         name, ways = self._first_tool(), list[tuple[Conversation, Written, bool]]()
         for tried in _conversations_with_tools():
@@ -239,8 +226,7 @@ class TurnTokens:
             ways.append((tried, written, shows_call))
         if not ways:
             raise TemplateProblem(
-                "model.chat_template: it has no place for results of tools; set model.chat_template to one that has, "
-                f"or {IN_BRACKETS}"
+                "model.chat_template: it has no place for results of tools; set model.chat_template to one that has"
             )
         # An answer whose call the template leaves out is to the template an answer without one.
         ways = [way for way in ways if way[2]] or ways
@@ -279,23 +265,16 @@ class TurnTokens:
         )
 
     def _ends_in_thought(self) -> bool:
-        if self._for_messages is None:
-            return False
         return self._render(self._for_messages.start(), True).rstrip().endswith(THINK)
 
     def _find_stops(self, stop_tokens: Iterable[str]) -> frozenset[int]:
-        ends: list[Written] = []
-        if self._for_messages is not None:
-            ends.append(self._write_message(self._for_messages, MARK))
+        ends = [self._write_message(self._for_messages, MARK)]
         if self._for_results is not None:
             ends.append(self._write_results(self._for_results, [self._first_tool()], [MARK]))
         texts = {end.closing or self._special_at_start(end.text) for end in ends}
         found = {self._added[text] for text in texts if text}
         for text in self.call_format.stop_tokens if self.call_format else ():
-            if self._is_inline:  # the text may be the end of a longer token
-                vocabulary = self.tokenizer.get_vocab()
-                found |= {id for token, id in vocabulary.items() if token.endswith(text) and token not in self._added}
-            elif text in self._added:
+            if text in self._added:
                 found.add(self._added[text])
         for text in stop_tokens:
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -390,7 +369,7 @@ class TurnTokens:
         """Returns a pattern of all texts by which a result or a message could pass for something else: tokens that are
         special, or that the template or the format of calls uses."""
         used = set(self._special) | {THINK, THOUGHT} | set(self.call_format.tags if self.call_format else ())
-        used |= {text for text in self._added if self.template and len(text) > 2 and text in self.template}
+        used |= {text for text in self._added if len(text) > 2 and text in self.template}
         texts = [text for text in used if text in self._added and len(text) > 1 and text.strip()]
         return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True)))) if texts else None
 
@@ -416,3 +395,60 @@ class TurnTokens:
         ids = self._behind(written, {}, None).tolist()
         if not ids or whole[-len(ids) :] != ids:
             raise ValueError("its text has other tokens inside a conversation than behind an answer")
+
+
+class ChatFormat:
+    """Turns of a model with a chat template: the format of calls and the tokens between turns.
+
+    `stop_token_ids` are the model's own. `info` says what `task.tools` and the environment of the task `source` are.
+    An observation has at most `max_observation_tokens` tokens, all results of a turn together. `after_opening` is
+    what the template writes between the environment's opening, with which the prompt's last message ends, and the first
+    turn; None: prompts are whole.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: str,
+        stop_token_ids: Sequence[int],
+        info: PartInfo,
+        source: str,
+        max_observation_tokens: int,
+        call_format: CallFormat | None = None,
+        after_opening: str | None = None,
+    ):
+        self.after_opening = after_opening
+        schemas = [tool.schema for tool in info.tools]
+        try:
+            self.tokens = TurnTokens(
+                *(tokenizer, template),
+                tools=schemas,
+                call_format=call_format,
+                stop_ids=stop_token_ids,
+                stop_tokens=info.stop_tokens,
+            )
+        except TemplateProblem as problem:
+            raise TemplateProblem(f"task {source}: {problem}") from None
+        self.max_observation_tokens = max_observation_tokens
+        self.stop_token_ids = tuple(dict.fromkeys((*stop_token_ids, *sorted(self.tokens.stop_ids))))
+        found = self.tokens.call_format or NO_CALLS
+        self._reader = TurnReader(tokenizer, found, is_thinking=self.tokens.is_thinking)
+
+    def opening(self, content: str | Sequence[Mapping[str, Any]]) -> list[int]:
+        """Returns the tokens of what an environment says first. Where the prompt has ended with the beginning of an
+        answer, this is closed without a word."""
+        text = content if isinstance(content, str) else "\n\n".join(str(one.get("content", "")) for one in content)
+        if self.after_opening is not None:
+            ids: list[int] = self.tokens.tokenizer(text + self.after_opening, add_special_tokens=False)["input_ids"]
+            return ids
+        return self.tokens.first_message(text).tolist() if text else []
+
+    def turn(self, number: int, tokens: Sequence[int]) -> Turn:
+        return self._reader.read(tokens, number)
+
+    def reply(self, turn: Turn, content: str | Sequence[str], stop: int | None = None) -> list[int]:
+        """`stop` is the token with which the turn ended."""
+        if isinstance(content, str):
+            return self.tokens.message(self.tokens.shorten(content, self.max_observation_tokens), stop).tolist()
+        each = max(1, self.max_observation_tokens // max(1, len(content)))
+        return self.tokens.results(turn.calls, [self.tokens.shorten(text, each) for text in content], stop).tolist()

@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from offbeat.config.schema import SERVED, Config
+from offbeat.config.schema import SERVED, Config, is_episode
 from offbeat.coordinator.admission import Issuer
 from offbeat.coordinator.coordinator import Activity, Coordinator
 from offbeat.coordinator.maintenance import WeightGarbageCollector
 from offbeat.data.lengths import PromptLengths, measure_prompts, refuse_long
 from offbeat.data.mixture import Mixture
+from offbeat.environments.wire import PartInfo
 from offbeat.errors import UserError
 from offbeat.launch import wiring
 from offbeat.launch.given import Given
-from offbeat.environments.wire import PartInfo
 from offbeat.launch.run_folder import RunFolder
 from offbeat.ledger.ledger import Ledger
 from offbeat.observability.console import Console, held_out, open_console, short
@@ -88,7 +88,13 @@ async def open_coordinator(
         latest = ledger.latest_version()
         first_step = latest.step if latest else 0
         console = stack.enter_context(
-            open_console(config.log.console, config.run.steps, first_step, has_workers=not only_worker)
+            open_console(
+                config.log.console,
+                config.run.steps,
+                first_step,
+                has_workers=not only_worker,
+                has_episodes=any(map(is_episode, config.task)),
+            )
         )
         given.on_console(console)
         sinks = [*open_sinks(config.log.sinks, folder.path, config.log.project, {}), *given.sinks]

@@ -13,8 +13,10 @@ from typing import Any, Protocol
 from offbeat.config.schema import AnyTask, ArithmeticTask, Config, EnvironmentTask, FileTask, is_episode
 from offbeat.data.mixture import source_names
 from offbeat.data.prompts import Renderer
-from offbeat.environments.formats import TaskFormat
+from offbeat.environments.calls import find_format
+from offbeat.environments.formats import PlainFormat, TurnFormat
 from offbeat.environments.pool import EnvironmentPool
+from offbeat.environments.turns import ChatFormat
 from offbeat.environments.wire import PartInfo, PartSpec
 from offbeat.errors import UserError
 from offbeat.worker.episodes import EpisodeLimits, Episodes
@@ -49,9 +51,11 @@ def episode_tasks(config: Config) -> dict[str, AnyTask]:
 def part_specs(config: Config) -> dict[str, PartSpec]:
     specs = {}
     for name, task in episode_tasks(config).items():
-        is_environment = isinstance(task, EnvironmentTask)
-        path, options = (task.path, dict(task.options)) if is_environment else ("", {})
-        specs[name] = PartSpec(path, options, tuple(task.tools))
+        specs[name] = (
+            PartSpec(task.path, dict(task.options), tuple(task.tools))
+            if isinstance(task, EnvironmentTask)
+            else PartSpec(tools=tuple(task.tools))
+        )
     return specs
 
 
@@ -104,7 +108,8 @@ def _check_exact(config: Config, parts: Mapping[str, PartInfo]) -> None:
         if config.run.exact and not part.deterministic:
             raise UserError(
                 f"run.exact = true: task {source} has tools or an environment that do not say `deterministic = True`, "
-                "so its episodes may differ from one time to the next; say so where it is true, or set run.exact = false"
+                "so its episodes may differ from one time to the next; say so where it is true, or set "
+                "run.exact = false"
             )
 
 
@@ -113,28 +118,22 @@ def shown_tools(parts: Mapping[str, PartInfo]) -> dict[str, Sequence[Mapping[str
     return {source: [tool.schema for tool in part.tools] for source, part in parts.items() if part.tools}
 
 
-def make_formats(config: Config, tokens: Tokens, parts: Mapping[str, PartInfo]) -> dict[str, TaskFormat]:
+def make_formats(config: Config, tokens: Tokens, parts: Mapping[str, PartInfo]) -> dict[str, TurnFormat]:
     """Returns the formats of turns by source; raises `UserError` if a chat template cannot be used."""
-    renderer = Renderer(
-        tokens.tokenizer, max_prompt_tokens=config.rollout.max_prompt_tokens, tools=shown_tools(parts)
-    )
-    formats = {}
-    tasks = episode_tasks(config)
+    renderer = Renderer(tokens.tokenizer, max_prompt_tokens=config.rollout.max_prompt_tokens, tools=shown_tools(parts))
+    settings, tasks = config.environment, episode_tasks(config)
+    formats: dict[str, TurnFormat] = {}
     for source, part in parts.items():
-        task = tasks[source]
-        is_chat, after = _is_chat(task, renderer.template), ""
+        task, after = tasks[source], None
+        is_chat = _is_chat(task, renderer.template)
         if isinstance(task, EnvironmentTask):
             after, is_chat = renderer.after_opening(_Source(source, task.chat, task.system, is_opened=True))
-        formats[source] = TaskFormat(
-            tokens.tokenizer,
-            renderer.template if is_chat else None,
-            part,
-            source=source,
-            stop_token_ids=tokens.stop_token_ids,
-            max_observation_tokens=config.environment.max_observation_tokens,
-            call_format=config.environment.calls,
-            after_opening=after,
-        )
+        shared = (tokens.stop_token_ids, part, source, settings.max_observation_tokens)
+        if is_chat and renderer.template is not None:
+            chosen = find_format(settings.calls, "environment.calls") if settings.calls and part.tools else None
+            formats[source] = ChatFormat(tokens.tokenizer, renderer.template, *shared, chosen, after)
+        else:
+            formats[source] = PlainFormat(tokens.tokenizer, *shared)
     return formats
 
 

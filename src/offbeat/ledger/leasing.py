@@ -310,8 +310,8 @@ def _open_tasks(db: Database, group: int, count: int, request: LeaseRequest) -> 
     of a newer version than the worker's. Tasks whose partial came from another worker come last."""
 
     def found(which: str, limit: int) -> list[Any]:
-        query = f"""SELECT t.id, t.seed, t.fence + 1, p.digest, p.body, g.source, g.seed, g.problem, g.prompt, g.sampling,
-                           g.require_version, g.first_step
+        query = f"""SELECT t.id, t.seed, t.fence + 1, p.digest, p.body, g.source, g.seed, g.problem, g.prompt,
+                           g.sampling, g.require_version, g.first_step
                     FROM groups g CROSS JOIN tasks t ON t.group_id = g.id
                     LEFT JOIN partials p ON p.task = t.id AND p.state = 'kept'
                     WHERE g.id = :group AND t.state = 'open' AND (p.task IS NULL OR p.last_version <= :version)

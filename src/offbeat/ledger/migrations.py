@@ -128,8 +128,8 @@ CREATE TABLE trajectories (
 );
 INSERT INTO trajectories (seq, task, trajectory_index, digest, ended_by, num_tokens, num_sampled_tokens, worker, fence,
                           accepted_at, pruned, body)
-SELECT seq, task, trajectory_index, digest, ended_by, num_tokens, num_sampled_tokens, worker, fence, accepted_at, pruned,
-       body
+SELECT seq, task, trajectory_index, digest, ended_by, num_tokens, num_sampled_tokens, worker, fence, accepted_at,
+       pruned, body
 FROM old_trajectories;
 DROP TABLE old_trajectories;
 CREATE INDEX trajectories_in_files ON trajectories (digest) WHERE body IS NULL AND pruned = 0;
@@ -153,8 +153,8 @@ CREATE TABLE partials (
     body BLOB CHECK (state = 'kept' OR body IS NULL)
 );
 -- Until schema 6, all tokens of a response were sampled.
-INSERT INTO partials (seq, task, digest, num_tokens, num_sampled_tokens, first_version, last_version, worker, fence, state,
-                      reason, stored_at, body)
+INSERT INTO partials (seq, task, digest, num_tokens, num_sampled_tokens, first_version, last_version, worker, fence,
+                      state, reason, stored_at, body)
 SELECT seq, task, digest, num_sampled_tokens, num_sampled_tokens, first_version, last_version, worker, fence, state,
        reason, stored_at, body
 FROM old_partials;

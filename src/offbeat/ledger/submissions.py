@@ -5,9 +5,10 @@ under the same fence are a conflict, and an old fence is refused. A refused subm
 
 Trajectories and partials (unfinished trajectories) pass the same checks. Prompt and `max_new_tokens` are those of the
 task. The trajectory begins with the partial that its task was leased with, if any. All its tokens are sampled, unless
-its task is an episode, and each sampled segment names a published version. If the task requires a version (`require_version`), all segments are of that
-version's step; otherwise at least one segment's version is within the staleness bound at the run's current step. A
-whole trajectory must also have ended as it claims: by a stop token or at full length.
+its task is an episode, and each sampled segment names a published version. If the task requires a version
+(`require_version`), all segments are of that version's step; otherwise at least one segment's version is within the
+staleness bound at the run's current step. A whole trajectory must also have ended as it claims: an answer by a stop
+token or at full length, an episode mostly behind a finished turn.
 
 Each segment is stored with the worker that submitted it first. After a task has failed or was dropped, a partial is
 refused, but a whole trajectory is stored, and its tokens count as wasted. It need not begin with the task's partial,

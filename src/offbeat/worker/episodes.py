@@ -18,6 +18,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -129,7 +130,7 @@ class Episode:
         if trajectory.num_tokens > before:
             self.turns.append((before, trajectory.num_tokens))
         if generation.finish is Finish.LENGTH:
-            self._finish(End.LENGTH)
+            self.finish(End.LENGTH)
 
     # The environment's
 
@@ -179,14 +180,14 @@ class Episode:
             state=stepped.state,
         )
         if stepped.is_done:
-            return self._finish(End.ENVIRONMENT if self.session.info.has_environment else End.STOP)
+            return self.finish(End.ENVIRONMENT if self.session.info.has_environment else End.STOP)
         if record.num_bad > self.limits.bad_calls:
-            return self._finish(End.CALLS)
+            return self.finish(End.CALLS)
         if record.num_turns >= self.limits.max_turns:
-            return self._finish(End.TURNS)
+            return self.finish(End.TURNS)
         ids = self.form.reply(turn, stepped.content, int(self.trajectory.tokens[last - 1]))
         if last + len(ids) >= self.trajectory.max_new_tokens:
-            return self._finish(End.OVERFLOW)
+            return self.finish(End.OVERFLOW)
         self._give(ids, at=last)
 
     def _give(self, ids: list[int], at: int) -> None:
@@ -211,7 +212,8 @@ class Episode:
         start_s = time.monotonic()
         left_s = max(0.0, self.began_s + self.limits.timeout_s - start_s)
         if not answer.done():
-            await asyncio.wait({answer, interruption}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {answer, interruption}
+            await asyncio.wait(either, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done() and interruption.done():
             await asyncio.wait({answer}, timeout=min(GRACE_S, left_s))
         waited_ms = 1e3 * (time.monotonic() - start_s)
@@ -219,10 +221,11 @@ class Episode:
         if answer.done():
             return answer.result()
         if not interruption.done():
-            self._finish(End.TIME)
+            self.finish(End.TIME)
         return None
 
-    def _finish(self, end: End) -> None:
+    def finish(self, end: End) -> None:
+        """Ends the episode, with what was noted about it."""
         self.trajectory.finish(end)
         self.trajectory.episode = self.record
         self.close()

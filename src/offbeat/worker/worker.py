@@ -93,8 +93,8 @@ class Worker:
         episodes: Episodes | None = None,
     ):
         """`kv` and `kv_lag` are set in every engine request: which keys and values it may use, and how many versions
-        old these may be. With `finishes`, running tasks end before weights are loaded. `episodes` carries on tasks with tools or environments;
-        None: the run has no such tasks."""
+        old these may be. With `finishes`, running tasks end before weights are loaded. `episodes` carries on tasks with
+        tools or environments; None: the run has no such tasks."""
         self.name, self.engine, self.client = name, engine, client
         self._kv, self._kv_lag, self._finishes, self._episodes = kv, kv_lag, finishes, episodes
         self._slots = asyncio.Semaphore(engine.capabilities.num_slots)
@@ -413,8 +413,7 @@ class Worker:
                     await episode.answer(self._episodes.pool, running.interruption())
                     running.is_waiting = False
                 elif running.abort_reason is None and episode.turn_tokens_left <= 0:
-                    episode.trajectory.finish(End.LENGTH)
-                    episode.trajectory.episode = episode.record
+                    episode.finish(End.LENGTH)
                 elif running.abort_reason is None:
                     if not await self._may_begin(running):
                         running.trajectory, is_parked = self._episodes.park(episode), True
@@ -582,6 +581,24 @@ def append(trajectory: Trajectory, generation: Generation) -> bool:
         trajectory.append(segment)
     trajectory.append(last, End(generation.finish.value))
     return True
+
+
+async def play_through(task: Task, engine: Engine, episodes: Episodes) -> Trajectory:
+    """Plays an episode from its beginning to its end with an engine that nobody interrupts, as in an evaluation."""
+    running = begin(task)
+    episode = episodes.enter(task, running.trajectory)
+    try:
+        while episode.trajectory.end is None:
+            if episode.awaits_environment:
+                await episode.answer(episodes.pool, running.interruption())
+            elif episode.turn_tokens_left <= 0:
+                episode.finish(End.LENGTH)
+            else:
+                request = request_for(running, max_new_tokens=episode.turn_tokens_left)
+                episode.append(await engine.generate(request))
+        return episode.trajectory
+    finally:
+        episode.close()
 
 
 class TaskRounds:
