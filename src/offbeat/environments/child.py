@@ -30,10 +30,11 @@ from typing import Any
 import msgspec
 
 from offbeat.environments import wire
-from offbeat.environments.protocol import Call, CallStatus, Done, Opening, Reply, facts_of
+from offbeat.environments.adapters.find import find_environment, find_tools
+from offbeat.environments.protocol import Call, CallStatus, Done, EpisodeFailed, Opening, Reply, facts_of
 from offbeat.environments.tools import Tool, as_text, bind_calls, by_name, make_tool, tools_of
 from offbeat.errors import UserError
-from offbeat.locate import is_async, locate, one_line
+from offbeat.locate import is_async, one_line
 from offbeat.rewards.child import Pipes, die_with
 
 MAX_THREADS = 512
@@ -71,14 +72,14 @@ class Episode:
 
 def load_part(source: str, spec: wire.PartSpec) -> Part:
     """Loads what a task needs; raises `UserError` for what the user can correct."""
-    environment = locate(spec.path, f"task.path of {source}") if spec.path else None
+    environment = find_environment(spec.path, f"task.path of {source}") if spec.path else None
     if environment is not None:
         _check_environment(environment, spec)
     found_tools: list[tuple[str, Tool]] = []
     classes: list[type] = []
     stop_tokens: list[str] = list(facts_of(environment).stop_tokens) if environment else []
     for name in spec.tools:
-        found = locate(name, f"task.tools of {source}")
+        found = find_tools(name, f"task.tools of {source}")
         stop_tokens += facts_of(found).stop_tokens
         label = f"task.tools = {name!r}"
         if isinstance(found, type):
@@ -187,7 +188,7 @@ class EnvironmentServer:
         except BaseException as error:  # noqa: BLE001 - a user's code may raise anything; it is reported
             self._log(error)
             self.episodes.pop(message.episode, None)
-            text = str(error) if isinstance(error, Unusable) else one_line(error)
+            text = str(error) if isinstance(error, Unusable | EpisodeFailed) else one_line(error)
             data = wire.frame(wire.Failed(message.episode, shortened(text[:MAX_ERROR_CHARS])))
         self.pipes.restore()
         self._write(data)
@@ -231,7 +232,7 @@ class EnvironmentServer:
             return wire.Stepped(message.episode, is_done=True)
         try:
             found = self._await(episode.environment.step(turn))
-        except MemoryError:
+        except (MemoryError, EpisodeFailed):
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the model is told
             self._log(error)
@@ -286,7 +287,7 @@ class EnvironmentServer:
                     self._stuck.add(doing)
                 doing.cancel()
                 text, status = f"error: no result within {timeout_s:g} s", wire.CUT
-        except MemoryError:
+        except (MemoryError, EpisodeFailed):
             raise
         except BaseException as error:  # noqa: BLE001 - the model is told
             self._log(error)

@@ -40,6 +40,11 @@ Tool = Callable[..., Any]
 """A function with type hints and a docstring, plain or async. Its result is turned into text for the model."""
 
 
+class EpisodeFailed(Exception):
+    """Raised by an environment or a tool that cannot go on, such as one whose server has died. It fails the attempt at
+    the episode, and is no mistake of the model's, which is not told of it."""
+
+
 class CallStatus(StrEnum):
     """What became of a call that the model wrote."""
 

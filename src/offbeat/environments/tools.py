@@ -170,6 +170,8 @@ def function_schema(
 
 def tools_of(made: Any, label: str) -> list[Tool]:
     """Returns the tools that an object's public methods are; `label` names its class in errors."""
+    if callable(listed := getattr(made, "as_tools", None)):  # they are somebody else's, such as a server's
+        return list(listed())
     names = [name for name in dir(type(made)) if not name.startswith("_") and name not in NOT_TOOLS]
     methods = [name for name in names if inspect.isroutine(inspect.getattr_static(type(made), name))]
     if not methods:
