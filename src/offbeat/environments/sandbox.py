@@ -123,7 +123,7 @@ class PythonSandbox:
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *_sandbox(self.tmp_bytes),
-                *(sys.executable, "-I", "/interpreter.py", str(answer_end)),
+                *(sys.executable, "-I", "-u", "/interpreter.py", str(answer_end)),
                 *(str(self.memory_mb), str(self.tmp_bytes), str(MAX_PROCESSES), str(MAX_OUTPUT_CHARS)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=print_end,
@@ -256,6 +256,7 @@ def _sandbox(tmp_bytes: int) -> list[str]:
         for parent in reversed(Path(place).parents[:-1]):  # by itself bwrap makes them for root alone
             places += ["--perms", "0755", "--dir", str(parent)]
         places += ["--symlink", target, place] if target else ["--ro-bind", place, place]
+    places += ["--perms", "0755", "--dir", "/etc"]
     for place in ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"):
         places += ["--ro-bind-try", place, place]
     command = [
