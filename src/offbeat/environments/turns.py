@@ -35,6 +35,7 @@ LEADS = (("system", "user"), ("user",), ("system",))
 """Roles of the messages in front of a made-up answer, to be tried in turn."""
 MAX_TOKEN_CHARS = 64
 """Characters per token that are looked at when a text is shortened: a tool may return a megabyte."""
+BEGUN_TAG = re.compile(r"[<\[{][^>\]}\s]*\Z")
 REFUSALS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
 """Errors by which templates refuse a conversation."""
 
@@ -85,9 +86,11 @@ class Conversation:
 
 
 def _behind_common(one: str, other: str) -> str:
-    """Returns what follows in `other` where it stops being like `one`."""
+    """Returns what follows in `other` where it stops being like `one`, with the whole of a tag that has begun there."""
     same = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    return other[sum(1 for _ in same) :]
+    at = sum(1 for _ in same)
+    begun = BEGUN_TAG.search(other[:at])
+    return other[begun.start() if begun else at :]
 
 
 def call_id(index: int) -> str:
