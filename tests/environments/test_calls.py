@@ -71,9 +71,8 @@ WRITERS = {
 }
 AS_TEXT = {"qwen-xml", "glm", "invoke"}
 """Formats without types: every value is a text."""
-ALL = (
-    "\n".join(tag for one in FORMATS.values() for tag in one.tags) + "<think></think><|end|><|eot_id|><|eom_id|>[INST]"
-)
+ENDS = "<|end|><|eot_id|><|eom_id|>[INST]"
+ALL = "\n".join(tag for one in FORMATS.values() for tag in one.tags) + "<think></think>" + ENDS
 TOKENIZER = chat_tokenizer(ALL)
 LETTERS = chat_tokenizer("", ())
 """A tokenizer that has none of the tags as tokens."""
@@ -201,7 +200,7 @@ def test_junk_never_raises_and_what_is_read_can_be_sent(name, text):
             json.dumps(dict(call.arguments), allow_nan=False).encode()
 
 
-@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("name", sorted(WRITERS))
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, LETTERS], ids=["tokens", "letters"])
 def test_a_call_that_was_cut_is_never_read_as_a_call(name, tokenizer):
     written = WRITERS[name]("look_up", {"key": "some value", "more": "x y"})
@@ -394,7 +393,7 @@ def test_reasoning_is_neither_text_nor_call():
     assert read("hermes", WRITERS["hermes"]("python", {"code": code})).calls[0].arguments == {"code": code}
 
 
-@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("name", sorted(WRITERS))
 def test_a_format_is_recognised_by_what_a_template_writes(name):
     written = WRITERS[name]("look_up", {"key": "some value"})
     assert recognise_format(TOKENIZER, written, "look_up", {"key": "some value"}).name == name
