@@ -4,7 +4,7 @@
 play them. It learns the form of a call and of a guess, and nothing about when to call or what to guess: it calls the
 calculator for sums that it can do and guesses products that it cannot, makes slips in expressions, and picks any number
 that is still possible. Reinforcement learning does the rest. The loss counts only what a model would write itself.
-Five minutes on two CPU cores; another machine's arithmetic makes another model of the same kind.
+Three minutes on one CPU core; another machine's arithmetic makes another model of the same kind.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from make_tiny import make_optimizers
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -25,13 +24,12 @@ from offbeat.model.loading import TINY, resolve, save_hf
 
 PAD, EOS = 256, 257
 IGNORED = -100
-STEPS, WARMUP_STEPS = 180, 12
-CALCULATIONS_PER_STEP, GUESSINGS_PER_STEP = 32, 64
-LEARNING_RATE = 2e-3
+STEPS, WARMUP_STEPS, DEMONSTRATIONS_PER_STEP = 300, 20, 96
+LEARNING_RATE = 1e-3
 CALLS_IN_PRODUCTS, CALLS_IN_SUMS, SLIPS = 0.55, 0.4, 0.2
 """Share of products and of sums for which the calculator is called, and of calls and copies with a slip."""
 HIGHEST, MAX_GUESSES = 31, 5
-PRINT_EVERY = 30
+PRINT_EVERY = 50
 
 Piece = tuple[str, bool]
 """A text, and whether the model writes it; if so, it ends the model's turn."""
@@ -57,9 +55,9 @@ def calculation(rng: random.Random) -> list[Piece]:
     if rng.random() >= share:
         return [(f"{expression}=", False), (f"{guess}<eos>", True)]
     called = slipped(expression, rng)
-    result = str(eval(called))
-    answer_given = slipped(result, rng) + "<eos>"
-    return [(f"{expression}=", False), (f"[{called}]", True), (f"{{{result}}}", False), (answer_given, True)]
+    result = str(eval(called))  # noqa: S307 - digits and an operator of our own
+    final = slipped(result, rng) + "<eos>"
+    return [(f"{expression}=", False), (f"[{called}]", True), (f"{{{result}}}", False), (final, True)]
 
 
 def guessing(rng: random.Random) -> list[Piece]:
@@ -91,10 +89,8 @@ def encoded(pieces: list[Piece]) -> tuple[list[int], list[int]]:
     return tokens, labels
 
 
-def batch(
-    game: Callable[[random.Random], list[Piece]], count: int, rng: random.Random
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = [encoded(game(rng)) for _ in range(count)]
+def batch(game: Callable[[random.Random], list[Piece]], rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = [encoded(game(rng)) for _ in range(DEMONSTRATIONS_PER_STEP // 2)]
     length = max(len(tokens) for tokens, _ in rows)
     tokens, labels = torch.full((len(rows), length), PAD), torch.full((len(rows), length), IGNORED)
     for row, (ids, wanted) in enumerate(rows):
@@ -116,22 +112,21 @@ def main() -> None:
     rng = random.Random(arguments.seed)
     base = resolve(TINY)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
-    optimizers = make_optimizers(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     started_s = time.monotonic()
     for step in range(STEPS):
         losses = []
-        for game, count in ((calculation, CALCULATIONS_PER_STEP), (guessing, GUESSINGS_PER_STEP)):
-            tokens, labels = batch(game, count, rng)
+        for game in (calculation, guessing):
+            tokens, labels = batch(game, rng)
             logits = model(tokens[:, :-1], use_cache=False).logits
             loss = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
             loss.backward()
             losses.append(loss.item())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step)
-            optimizer.step()
-            optimizer.zero_grad()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step)
+        optimizer.step()
+        optimizer.zero_grad()
         if (step + 1) % PRINT_EVERY == 0:
             print(
                 f"step {step + 1}, {time.monotonic() - started_s:.0f} s: losses {losses[0]:.3f} and {losses[1]:.3f}",

@@ -561,6 +561,7 @@ def request_for(
         position=done,
         kv=kv,
         kv_lag=kv_lag if kv is KvMode.STALE else 0,
+        is_turn=not running.is_answer,
     )
 
 
