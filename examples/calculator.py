@@ -10,10 +10,11 @@ def calculator(expression: str) -> str:
     return str(sum(math.prod(map(int, term.split("*"))) for term in expression.split("+")))
 
 
-calculator.deterministic = True  # an episode can be carried on elsewhere, by calling again
+# An episode can be carried on elsewhere, by calling again.
+calculator.deterministic = True  # type: ignore[attr-defined]
 
 
-def problem(ordinal: int, seed: int, held_out: bool):
+def problem(ordinal: int, seed: int, held_out: bool) -> dict:
     """Half of the problems are sums of digits, which the model can do; half are products, which it cannot."""
     rng = random.Random(f"{seed}:{ordinal}:{held_out}")
     if ordinal % 2:

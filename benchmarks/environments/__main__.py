@@ -36,7 +36,7 @@ from benchmarks.environments.scene import (
 )
 from benchmarks.report import REPOSITORY, Bar, Unmeasured, at_least, at_most, scratch, show
 from offbeat.engines.protocol import Request
-from offbeat.environments.pool import EnvironmentFailed, EnvironmentPool
+from offbeat.environments.pool import EnvironmentFailed, EnvironmentPool, EnvironmentSession
 from offbeat.environments.protocol import Turn
 from offbeat.environments.wire import PartSpec
 from offbeat.errors import OffbeatError
@@ -57,7 +57,7 @@ def measure_slots(folder: Path, law: str, scale: float, *, quick: bool) -> tuple
 
     shares, kept = [], []
     for _ in range(1 if quick else 3):
-        ideal = rate(0.0, NUM_SLOTS)
+        ideal = rate(0.0, 3 * NUM_SLOTS)
         shares.append(rate(scale, 3 * NUM_SLOTS) / ideal)
         kept.append(rate(scale, NUM_SLOTS) / ideal)
     bars: Bars = {"tokens_per_second_share": at_least(0.9, shares, quick=quick)}
@@ -93,7 +93,7 @@ async def _steps(pool: EnvironmentPool, episodes: int, each: int) -> float:
     sessions = [await pool.open(SOURCE) for _ in range(episodes)]
     await asyncio.gather(*(session.begin({}, 10**6) for session in sessions))
 
-    async def play(session) -> None:
+    async def play(session: EnvironmentSession) -> None:
         for number in range(each):
             await session.step(Turn(number, "a turn of the model"))
 

@@ -43,7 +43,7 @@ def make_episodes(pool: EnvironmentPool, at_once: int) -> Episodes:
 def make_tasks(count: int, stop_token_ids: Sequence[int]) -> list[Task]:
     sampling = Sampling(max_new_tokens=10**6, stop_token_ids=tuple(stop_token_ids))
     prompt = np.array([65], np.int32)
-    start = {"prompt": "A", "answer": None, "info": {}}
+    start: dict[str, Any] = {"prompt": "A", "answer": None, "info": {}}
     return [
         Task(number, 0, prompt, number, sampling, episode=EpisodeStart(SOURCE, start, number), fence=1)
         for number in range(count)

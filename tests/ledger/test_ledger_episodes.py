@@ -53,7 +53,7 @@ def one_outcome(ledger: Ledger, trajectory: Trajectory, fence: int, worker: str 
 def test_members_of_a_group_share_the_seed_of_their_environment(games):
     tasks = games.lease("w", 2, 0)
     starts = {(task.episode.source, task.episode.seed) for task in tasks}
-    assert len(tasks) == 2 and len({task.seed for task in tasks}) == 2
+    assert len({task.seed for task in tasks}) == len(tasks) == 2
     ((source, seed),) = starts
     assert source == "games"
     assert isinstance(tasks[0].episode, EpisodeStart)

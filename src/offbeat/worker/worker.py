@@ -329,7 +329,7 @@ class Worker:
     def _may_load(self, version: Version) -> bool:
         is_lower = self.engine.version is not None and version.number < self.engine.version
         if self._finishes or is_lower:  # versions never fall within a trajectory
-            return all(running.is_waiting for running in self.running.values())
+            return all(running.is_waiting and not running.is_bound for running in self.running.values())
         return all(running.task.require_version is None for running in self.running.values())
 
     async def _load(self, version: Version) -> None:
@@ -373,11 +373,7 @@ class Worker:
         """Continues a trajectory until it ends or is aborted; returns whether the trajectory must be submitted."""
         task, trajectory = running.task, running.trajectory
         num_before = trajectory.num_tokens
-        if task.require_version not in (None, self.engine.version):
-            raise EngineError(
-                f"task {task.id} requires version {task.require_version}, but the engine has version "
-                f"{self.engine.version}"
-            )
+        self._check_version(task)
         while trajectory.num_tokens < trajectory.max_new_tokens:
             if not await self._may_begin(running):
                 return True  # hands the prefix to a worker with newer weights
@@ -396,6 +392,13 @@ class Worker:
                 return has_more
         trajectory.finish(End.LENGTH)
         return True
+
+    def _check_version(self, task: Task) -> None:
+        if task.require_version not in (None, self.engine.version):
+            raise EngineError(
+                f"task {task.id} requires version {task.require_version}, but the engine has version "
+                f"{self.engine.version}"
+            )
 
     async def _play(self, running: ActiveTask) -> bool:
         """Continues an episode, as `_generate` does an answer: its turns go to its environment, in a slot of the engine
@@ -420,6 +423,7 @@ class Worker:
                         return running.num_sampled > 0
                     async with self._slots:
                         if running.abort_reason is None:
+                            self._check_version(running.task)
                             running.is_outside = False
                             request = request_for(running, self._kv, self._kv_lag, episode.turn_tokens_left)
                             episode.append(await self.engine.generate(request))
@@ -505,6 +509,11 @@ class ActiveTask:
     def is_answer(self) -> bool:
         """Whether the task wants one answer, without tools or an environment."""
         return self.task.episode is msgspec.UNSET
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether an episode needs the version that is loaded now, also while it waits for its environment."""
+        return self.is_outside and self.task.require_version is not None
 
     @property
     def num_sampled(self) -> int:
