@@ -29,9 +29,9 @@ def test_a_problem_of_reasoning_gym_may_be_tried_again():
 
 
 def test_what_reasoning_gym_does_not_have_is_told():
-    with pytest.raises(UserError, match="has no such data set; did you mean 'basic_arithmetic'"):
+    with pytest.raises(UserError, match=r"has no such data set; did you mean 'basic_arithmetic'"):
         reasoning.environment("basic_aritmetic")
-    with pytest.raises(UserError, match="task.options of reasoning-gym:basic_arithmetic: refused"):
+    with pytest.raises(UserError, match=r"task.options of reasoning-gym:basic_arithmetic: refused"):
         reasoning.environment("basic_arithmetic")(colour="red").begin({}, 1)
     with pytest.raises(UserError, match=r"task.options.tries = 0: allowed 1 or more"):
         reasoning.environment("basic_arithmetic")(tries=0)

@@ -20,10 +20,12 @@ for line in sys.stdin:
     if "id" not in message:
         continue
     if method == "initialize":
-        answer = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": {"name": "x", "version": "1"}}
+        about = {"name": "x", "version": "1"}
+        answer = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": about}
         print(json.dumps({"jsonrpc": "2.0", "id": "s1", "method": "roots/list"}), flush=True)
     if method == "tools/list":
-        add = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
+        numbers = {"a": {"type": "integer"}, "b": {"type": "integer"}}
+        add = {"type": "object", "properties": numbers, "required": ["a", "b"]}
         first = [{"name": "add", "description": "Adds.", "inputSchema": add}]
         rest = [{"name": name, "inputSchema": {"type": "object"}} for name in ("count", "fail", "die", "hang")]
         answer = {"tools": rest} if message["params"].get("cursor") else {"tools": first, "nextCursor": "2"}
