@@ -112,8 +112,18 @@ def test_a_partial_that_ends_in_given_tokens_is_carried_on(games):
     (again,) = games.lease("v", 1, 0)
     assert again.prefix is not None
     assert again.prefix.num_tokens == 3
-    done = played(again, sampled(3, STOP), end=End.STOP, num_turns=2)
+    done = played(again, sampled(3, STOP), given(4, 7), sampled(5, STOP), end=End.STOP, num_turns=3)
     assert one_outcome(games, done, again.fence, "v") is Outcome.STORED
+    segments = games.execute("SELECT start, worker FROM segments ORDER BY start").fetchall()
+    assert segments == [(0, "w"), (2, "w"), (3, "v"), (4, "v"), (5, "v")]
+
+
+def test_a_long_opening_belongs_to_the_worker_that_handed_it_in_first(games):
+    (task, _) = games.lease("w", 2, 0)
+    one_outcome(games, played(task, given(0, 5, 5, 5, 5), sampled(4, 6)), task.fence)
+    (again,) = games.lease("v", 1, 0)
+    one_outcome(games, played(again, sampled(5, STOP), end=End.STOP, num_turns=1), again.fence, "v")
+    assert games.execute("SELECT worker FROM segments WHERE start = 0").fetchone() == ("w",)
 
 
 def test_notes_come_with_the_end_only(games):

@@ -50,10 +50,10 @@ def mark_continued(db: Database, tasks: Iterable[int]) -> None:
 
 
 def contributors(db: Database, task: int) -> list[tuple[str, int]]:
-    """Returns which workers sampled the beginning of a task's trajectory: for each partial that the trajectory
-    continues, in order, the worker that submitted the partial and the number of sampled tokens up to its end. Only
-    partials after the last wasted one count."""
-    query = """SELECT worker, num_sampled_tokens FROM partials WHERE task = :task AND state <> 'wasted'
+    """Returns which workers submitted the beginning of a task's trajectory: for each partial that the trajectory
+    continues, in order, the worker that submitted the partial and the number of tokens up to its end. Only partials
+    after the last wasted one count."""
+    query = """SELECT worker, num_tokens FROM partials WHERE task = :task AND state <> 'wasted'
                AND seq > (SELECT COALESCE(MAX(seq), 0) FROM partials WHERE task = :task AND state = 'wasted')
                ORDER BY seq"""
     return [(worker, num_tokens) for worker, num_tokens in db.execute(query, {"task": task})]

@@ -269,7 +269,7 @@ def _store(db: Database, fresh: Sequence[tuple[Fresh, Issued]]) -> None:
         for s in trajectory.segments:
             num_tokens = len(s.tokens)
             num_sampled += num_tokens if s.origin is Origin.SAMPLED else 0
-            first = next((name for name, end in by if num_sampled <= end), worker)
+            first = next((name for name, end in by if s.end <= end), worker)
             segments.append((task, trajectory.index, s.start, num_tokens, s.version, first))
         record = trajectory.episode or ANSWER
         claimed = sum(claim.value for claim in record.claims) if record.claims else None

@@ -300,7 +300,7 @@ TRAJECTORIES = (
                ON j.task = s.task AND j.trajectory_index = s.trajectory_index
            WHERE s.worker <> j.worker AND NOT EXISTS (
                SELECT 1 FROM partials p WHERE p.task = s.task AND p.worker = s.worker
-               AND p.num_sampled_tokens >= s.num_tokens)""",
+               AND p.num_tokens >= s.num_tokens)""",
     ),
     Rule(
         "the segments of task {0} have a gap or an overlap before position {1}",
