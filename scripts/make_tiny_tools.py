@@ -55,7 +55,7 @@ def calculation(rng: random.Random) -> list[Piece]:
     if rng.random() >= share:
         return [(f"{expression}=", False), (f"{guess}<eos>", True)]
     called = slipped(expression, rng)
-    result = str(eval(called))  # noqa: S307 - digits and an operator of our own
+    result = str(eval(called))
     final = slipped(result, rng) + "<eos>"
     return [(f"{expression}=", False), (f"[{called}]", True), (f"{{{result}}}", False), (final, True)]
 

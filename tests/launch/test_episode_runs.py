@@ -73,7 +73,7 @@ def test_what_cannot_work_is_refused_in_one_line_before_anything_starts(tmp_path
 
 def test_tools_do_not_go_together_with_waiting_for_answers_before_weights_are_loaded():
     overlap = {"mode": "overlap", "new_version": "finish"}
-    with pytest.raises(UserError, match='schedule.new_version = "finish": cannot be used with tools'):
+    with pytest.raises(UserError, match=r'schedule\.new_version = "finish": cannot be used with tools'):
         a_config({"source": "arithmetic", "tools": ["a.py:b"]}, schedule=overlap)
 
 
