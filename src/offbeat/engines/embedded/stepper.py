@@ -7,8 +7,8 @@ request only when it starts or ends and when weights change.
   CPU, rows that are much longer come first among the live ones, so that only these read a long context
   (`attention.num_long_rows`).
 - A prefill computes all tokens that a request brings (prompt and response so far) but the last one, which the first
-  decode step feeds. The turns of an episode go on from the keys and values of the turn before. A request that is resumed before its old slot is overwritten continues from the keys and values
-  there (`cached_prefixes`).
+  decode step feeds. A request that is resumed before its old slot is overwritten continues from the keys and values
+  there (`cached_prefixes`), and so do the turns of an episode.
 - With `exact` and a fixed number of threads and slots, a token depends on weights, prompt and seed alone, to the bit.
   For that, every step runs all slots, and prompts are prefilled one at a time. The response of a resumed request is fed
   token by token, in the same shapes in which it was sampled.
