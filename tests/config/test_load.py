@@ -100,7 +100,7 @@ def test_a_resolved_configuration_survives_json(tmp_path):
         (
             '[[task]]\nsource = "arithmetik"\n',
             'run.toml:2: task.source = "arithmetik": allowed "arithmetic", "reasoning-gym", "file", "dataset", '
-            '"function"; did you mean "arithmetic"?',
+            '"function", "environment"; did you mean "arithmetic"?',
         ),
         ("[batch]\ngroup_size = 0\n", "run.toml:2: batch.group_size = 0: allowed 2 or more"),
         ("[task]\nsource='arithmetic'\nlevel = 9\n", "run.toml:3: task.level = 9: allowed 1 to 5"),
