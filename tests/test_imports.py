@@ -28,6 +28,7 @@ MAY_NOT_IMPORT = {
     "data": TORCH,
     "rewards": TORCH,
     "trainer": HTTP | SQL,
+    "environments": TORCH | SQL,
     "worker": TORCH | HTTP | SQL,
     "engines": SQL,
     "weights": SQL,
@@ -51,6 +52,7 @@ KNOWS: dict[str, set[str]] = {
     "ledger": {"trajectory", "rules", "weights.version"},
     "data": {"config", "trajectory"},
     "rewards": {"config", "trajectory", "data"},
+    "environments": {"trajectory", "rewards"},
     "client": {
         "trajectory",
         "ledger.errors",
@@ -60,7 +62,7 @@ KNOWS: dict[str, set[str]] = {
         *WEIGHTS,
     },
     "coordinator": {"config", "trajectory", "rules", "ledger", "data", "rewards", "client", *WEIGHTS},
-    "worker": {"trajectory", "weights", "engines.protocol", "client.protocol", "ledger.errors"},
+    "worker": {"trajectory", "weights", "engines.protocol", "client.protocol", "ledger.errors", "environments"},
     "engines": {
         "config",
         "trajectory",

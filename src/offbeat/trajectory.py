@@ -17,7 +17,7 @@ On the wire and on disk, trajectories are msgpack; `encode` and `decode` lose no
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -59,7 +59,23 @@ class End(StrEnum):
     """Why a trajectory ended. An unfinished trajectory, called partial, has no end."""
 
     STOP = "stop"
+    """By a stop token; in an episode with tools, by a turn without a call."""
     LENGTH = "length"
+    """At `max_new_tokens`; in an episode, also in a turn that reached its own limit. The turn was not acted on."""
+    ENVIRONMENT = "environment"
+    """The environment said that the episode is over."""
+    TURNS = "turns"
+    """At the limit of turns."""
+    TIME = "time"
+    """At the time limit of the episode."""
+    CALLS = "calls"
+    """After too many bad calls in a row."""
+    OVERFLOW = "overflow"
+    """There was no room for the environment's reply."""
+
+
+ANSWER_ENDS = (End.STOP, End.LENGTH)
+"""Ends of a trajectory that is one answer. All others are for episodes."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +87,54 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """A value that an environment says was earned at a token position of the response; -1 is the last token. It was
+    made on a worker, so it is stored as a claim and judged like an answer."""
+
+    value: float
+    name: str = "environment"
+    position: int = -1
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call that a turn made: number of the turn, name of the tool, milliseconds, and `status`: that of
+    `environments.protocol.CallStatus`, "cut" at its time limit, or "raised"."""
+
+    turn: int
+    tool: str
+    status: str
+    ms: float = 0.0
+
+
+class EpisodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a worker notes about an episode beside its tokens."""
+
+    num_turns: int = 0
+    """Number of turns that were handed to the environment."""
+    wait_ms: float = 0.0
+    """Time for which the episode waited for its environment."""
+    claims: tuple[Claim, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
+    num_bad: int = 0
+    """Number of mistakes that the model has been told of since its last turn without one."""
+    state: dict[str, Any] = {}
+    """Facts about the end, as the environment gave them."""
+
+
+MAX_RECORD_BYTES = 256 * 1024
+"""Largest encoded size of an `EpisodeRecord`."""
+
+
+@dataclass(frozen=True)
+class EpisodeStart:
+    """How the environment of a task begins: the name of the task's source, the problem, and the seed that all members
+    of the group share."""
+
+    source: str
+    problem: Mapping[str, Any]
+    seed: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +176,8 @@ class Trajectory:
     max_version_drop: int = 0
     segments: tuple[Segment, ...] = ()
     end: End | None = None
+    episode: EpisodeRecord | None = None
+    """None: one answer to a prompt, without tools or an environment."""
 
     def __post_init__(self) -> None:
         self.prompt = np.asarray(self.prompt, dtype=np.int32)
@@ -204,17 +270,18 @@ class Trajectory:
         return _concatenate(runs, np.int64)
 
     def encode(self) -> bytes:
-        return _ENCODER.encode(
-            {
-                "task": self.task,
-                "index": self.index,
-                "prompt": self.prompt.tobytes(),
-                "max_new_tokens": self.max_new_tokens,
-                "max_version_drop": self.max_version_drop,
-                "end": self.end,
-                "segments": [_segment_to_wire(s) for s in self.segments],
-            }
-        )
+        fields = {
+            "task": self.task,
+            "index": self.index,
+            "prompt": self.prompt.tobytes(),
+            "max_new_tokens": self.max_new_tokens,
+            "max_version_drop": self.max_version_drop,
+            "end": self.end,
+            "segments": [_segment_to_wire(s) for s in self.segments],
+        }
+        if self.episode is not None:  # left out of an answer's bytes, which are those of earlier releases
+            fields["episode"] = self.episode
+        return _ENCODER.encode(fields)
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
@@ -241,6 +308,7 @@ class Trajectory:
             max_version_drop=wire.max_version_drop,
             segments=tuple([_segment_from_wire(segment) for segment in wire.segments]),
             end=wire.end,
+            episode=wire.episode,
         )
         return found
 
@@ -330,6 +398,7 @@ class _TrajectoryWire(msgspec.Struct):
     max_version_drop: int
     end: End | None
     segments: list[_SegmentWire]
+    episode: EpisodeRecord | None = None
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -370,6 +439,8 @@ class Task:
     prefix: Trajectory | None = None
     fence: int = 0
     """Number of leases of the task so far; a submission must name the fence of its lease."""
+    episode: EpisodeStart | msgspec.UnsetType = msgspec.UNSET
+    """Unset: the task wants one answer, without tools or an environment. Then nothing of it crosses the wire."""
 
     def new_trajectory(self, max_version_drop: int = 0) -> Trajectory:
         return self.prefix or Trajectory(
@@ -377,6 +448,7 @@ class Task:
             prompt=self.prompt,
             max_new_tokens=self.sampling.max_new_tokens,
             max_version_drop=max_version_drop,
+            episode=None if self.episode is msgspec.UNSET else EpisodeRecord(),
         )
 
 
@@ -388,6 +460,38 @@ class Reward(msgspec.Struct, frozen=True):
     name: str = "reward"
     position: int = -1
     weight: float = 1.0
+
+
+def record_problem(record: EpisodeRecord, num_tokens: int) -> str | None:
+    """Returns why the record of an episode with `num_tokens` response tokens cannot be stored; None if it can."""
+    if (size := len(msgspec.msgpack.encode(record))) > MAX_RECORD_BYTES:
+        return f"its notes take {size} bytes; allowed {MAX_RECORD_BYTES}"
+    for claim in record.claims:
+        if not abs(claim.value) <= MAX_REWARD:
+            return f"its claim {claim.name[:40]!r} is {_too_large(claim.value)}"
+        if not -1 <= claim.position < num_tokens:
+            return f"its claim {claim.name[:40]!r} is at position {claim.position} of {num_tokens} tokens"
+    if min(record.num_turns, record.num_bad) < 0 or not 0 <= record.wait_ms < float("inf"):
+        return f"its notes count {record.num_turns} turns and {record.wait_ms} ms"
+    return None
+
+
+def turns_of(trajectory: Trajectory, stop_token_ids: Collection[int]) -> list[tuple[int, int]]:
+    """Returns the first and the last position, plus one, of each turn of the model: sampled tokens up to a stop token.
+    The last turn may be unfinished."""
+    turns: list[tuple[int, int]] = []
+    first: int | None = None
+    for segment in trajectory.segments:
+        if segment.origin is Origin.GIVEN:
+            continue
+        for position in range(segment.start, segment.end):
+            first = position if first is None else first
+            if int(segment.tokens[position - segment.start]) in stop_token_ids:
+                turns.append((first, position + 1))
+                first = None
+    if first is not None:
+        turns.append((first, trajectory.num_tokens))
+    return turns
 
 
 def total(rewards: Sequence[Reward]) -> float:

@@ -21,6 +21,17 @@ BARS = {
         "seconds of a lease, large over small": 1.3,
         "seconds of a claim, large over small": 1.3,
     },
+    "environments": {
+        "tokens_per_second_share": 0.9,
+        "steps_per_second_64": 10_000,
+        "step_ms_alone": 0.6,
+        "others_unharmed": 0.98,
+        "failed_after_timeout_s": 1.0,
+        "processes_left": 0,
+        "partials_s": 1.0,
+        "prefilled_tokens_per_turn": 49,
+        "speed_of_kept_turns": 2.5,
+    },
     "swarm": {"submissions/s over a server without a ledger": 0.5, "memory growth in five minutes": 0.05},
     "async_vs_sequential": {
         "trained samples/s, overlap over alternate": 1.3,

@@ -100,8 +100,8 @@ def test_a_resolved_configuration_survives_json(tmp_path):
         ),
         (
             '[[task]]\nsource = "arithmetik"\n',
-            'run.toml:2: task.source = "arithmetik": must be "arithmetic", "reasoning-gym", "file", "dataset" '
-            'or "function"; did you mean "arithmetic"?',
+            'run.toml:2: task.source = "arithmetik": must be "arithmetic", "reasoning-gym", "file", "dataset", '
+            '"function" or "environment"; did you mean "arithmetic"?',
         ),
         ("[batch]\ngroup_size = 0\n", "run.toml:2: batch.group_size = 0: must be 2 or more"),
         ("[task]\nsource='arithmetic'\nlevel = 9\n", "run.toml:3: task.level = 9: must be 1 to 5"),

@@ -94,7 +94,7 @@ def test_a_cut_keeps_the_end_of_the_text_and_the_whole_template():
     tokenizer = load_tokenizer("offbeat-tiny")
 
     class Source:
-        name, chat, system = "words", None, None
+        name, chat, system, is_opened = "words", None, None, False
 
     text = "".join(str(n % 10) for n in range(90)) + "="
     (member,) = build_mixture(from_dict({}).task, seed=0).members.values()

@@ -31,7 +31,7 @@ def tokenizer(template=None, special="<s> $A"):
 
 class Source:
     def __init__(self, chat=None, system=None):
-        self.name, self.chat, self.system = "words", chat, system
+        self.name, self.chat, self.system, self.is_opened = "words", chat, system, False
 
 
 def words(renderer, prompt, **source):

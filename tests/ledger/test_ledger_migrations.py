@@ -83,7 +83,7 @@ def test_failed_attempts_that_were_only_counted_become_rows(old):
 
 
 def test_an_upgrade_that_breaks_leaves_the_old_ledger(old, monkeypatch):
-    broken = {OLD_SCHEMA: migrations.TO_SCHEMA_6 + "INSERT INTO nowhere VALUES (1);"}
+    broken = {**migrations.MIGRATIONS, SCHEMA - 1: migrations.TO_SCHEMA_7 + "INSERT INTO nowhere VALUES (1);"}
     monkeypatch.setattr(migrations, "MIGRATIONS", broken)
     with pytest.raises(UserError, match=r"cannot be upgraded to schema \d+: no such table: nowhere; the file was not"):
         upgrade(old)

@@ -65,8 +65,9 @@ LEASED = "(SELECT id FROM tasks WHERE state = 'leased' LIMIT 1)"
 EDITS = {
     "trajectory lost": (f"DELETE FROM trajectories WHERE task = {SCORED}", "in state scored, but has 0 trajectories"),
     "trajectory doubled": (
-        f"INSERT INTO trajectories SELECT NULL, task, 1, digest, ended_by, num_tokens, num_sampled_tokens, worker, "
-        f"fence, accepted_at, pruned, body FROM trajectories WHERE task = {SCORED}",
+        f"INSERT INTO trajectories SELECT NULL, task, 1, digest, ended_by, num_tokens, num_sampled_tokens, "
+        "num_turns, wait_ms, claimed, worker, fence, accepted_at, pruned, body FROM trajectories "
+        f"WHERE task = {SCORED}",
         "has 2 trajectories",
     ),
     "answered task opened": (

@@ -237,6 +237,11 @@ def test_a_function_with_keyword_arguments_gets_all_there_is(tmp_path):
         "prompt": 1.0,
         "info": 0.0,
         "tokens": 1.0,
+        "final": 4.0,
+        "messages": 1.0,
+        "turns": 1.0,
+        "state": 0.0,
+        "claims": 0.0,
     }
 
 

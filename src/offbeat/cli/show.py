@@ -12,6 +12,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from rich.console import Console
 from rich.text import Text
@@ -272,6 +273,7 @@ def as_data(detail: TaskDetail, decode: Decode, with_tokens: bool) -> dict[str, 
         "response": None if detail.trajectory is None else decode(detail.trajectory.tokens),
         "is_partial": detail.trajectory is not None and detail.trajectory.is_partial,
         "is_pruned": detail.is_pruned,
+        **_episode_data(detail.trajectory),
         "segments": parts,
         "reward": detail.reward,
         "rewards": [
@@ -281,6 +283,13 @@ def as_data(detail: TaskDetail, decode: Decode, with_tokens: bool) -> dict[str, 
         "error": detail.error,
         "history": [{"at": event.at, "what": event.what} for event in detail.history],
     }
+
+
+def _episode_data(trajectory: Trajectory | None) -> dict[str, Any]:
+    """Returns the notes of an episode as JSON data; empty for any other answer."""
+    if trajectory is None or trajectory.episode is None:
+        return {}
+    return {"episode": {"ended_by": trajectory.end, **msgspec.to_builtins(trajectory.episode)}}
 
 
 def printable(text: str) -> str:
@@ -306,11 +315,29 @@ def _lines(detail: TaskDetail, decode: Decode, with_tokens: bool) -> Iterator[Te
             yield f"    tokens    {segment.tokens.tolist()}"
             if segment.logprobs is not None:
                 yield f"    log-probs {[round(float(value), 4) for value in segment.logprobs]}"
+    if detail.trajectory is not None and detail.trajectory.episode is not None:
+        yield from ("", _title("episode"))
+        yield from _episode(detail.trajectory)
     yield from ("", _title("reward"))
     yield from _reward(detail)
     yield from ("", _title("history"))
     for event in detail.history:
         yield f"  {_moment(event.at):<20}{printable(event.what)}"
+
+
+def _episode(trajectory: Trajectory) -> Iterator[str]:
+    record = trajectory.episode
+    assert record is not None
+    end = f", ended by {trajectory.end}" if trajectory.end is not None else ""
+    turns = "1 turn" if record.num_turns == 1 else f"{record.num_turns} turns"
+    yield f"  {turns}{end}; waited {record.wait_ms / 1e3:.2f} s for its environment"
+    for call in record.calls:
+        yield f"  turn {call.turn}: {printable(call.tool) or 'a call without a name'}: {call.status}, {call.ms:.1f} ms"
+    for claim in record.claims:
+        at = "" if claim.position < 0 else f" at {claim.position}"
+        yield f"  the environment says: {claim.value:g} {printable(claim.name)}{at}"
+    if record.state:
+        yield f"  state {printable(json.dumps(record.state))}"
 
 
 def _title(text: str) -> Text:

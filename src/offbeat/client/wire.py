@@ -25,13 +25,16 @@ from offbeat.trajectory import (
     ARRAY_NAME,
     MAX_ARRAY_BYTES,
     MAX_ARRAYS,
+    MAX_RECORD_BYTES,
     End,
+    EpisodeRecord,
     Origin,
     Reward,
     Segment,
     Trajectory,
     array_from_wire,
     array_to_wire,
+    record_problem,
 )
 from offbeat.weights.manifest import Digest
 from offbeat.weights.version import Version
@@ -344,13 +347,14 @@ class _TrajectoryBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_version_drop: Count
     end: End | None
     segments: Annotated[list[_SegmentBody], Meta(max_length=MAX_SEGMENTS)]
+    episode: EpisodeRecord | None = None
 
 
 def max_trajectory_bytes(max_new_tokens: int) -> int:
     """Returns the size in bytes of the largest valid encoding of a trajectory with `max_new_tokens` tokens."""
     per_token = 2 * 4 + MAX_ARRAY_BYTES
     num_segments = min(max_new_tokens, MAX_SEGMENTS)
-    return MAX_PROMPT_BYTES + max_new_tokens * per_token + (num_segments + 1) * MAX_SEGMENT_BYTES
+    return MAX_PROMPT_BYTES + max_new_tokens * per_token + (num_segments + 1) * MAX_SEGMENT_BYTES + MAX_RECORD_BYTES
 
 
 def trajectory(data: bytes) -> Trajectory:
@@ -367,6 +371,10 @@ def trajectory(data: bytes) -> Trajectory:
         made.append(_segment(segment))
     if body.end is not None:
         made.finish(body.end)
+    if body.episode is not None:
+        if problem := record_problem(body.episode, made.num_tokens):
+            raise Malformed(problem)
+        made.episode = body.episode
     return made
 
 

@@ -16,12 +16,12 @@ from typing import Any
 
 from offbeat.config.explain import show
 from offbeat.config.keys import MISSING, field_at, value_at
-from offbeat.config.schema import SERVED, Config
+from offbeat.config.schema import SERVED, Config, is_episode
 from offbeat.errors import UserError
 
 ROLLOUT, TRAINER = "rollout", "trainer"
 """Values of `offbeat.ledger.workers.Role`. The third role, a judge (it computes rewards), uses no machine-local key."""
-MODEL_NAME = re.compile(r"offbeat-tiny|[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+MODEL_NAME = re.compile(r"offbeat-tiny(-tools)?|[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """The built-in model, or the name of a model on the Hugging Face hub."""
 FAR_STORE = re.compile(r"(?!file:|local:)[A-Za-z][A-Za-z0-9+.-]*://")
 """URL of a store on another machine."""
@@ -83,7 +83,7 @@ LOCAL_KEYS = (
     LocalKey(("serve", "key"), "a file", _unused),
 )
 """All machine-local keys. Keys of tasks are not among them: only the coordinator opens their files, and judges receive
-only the names of rewards."""
+only the names of rewards. Tools and environments, which workers load, are looked at by `_refuse_tools`."""
 
 
 def with_local_keys(
@@ -107,7 +107,19 @@ def with_local_keys(
                 f"machine; give --{local.key} here, or allow it with --trust-coordinator"
             )
         kept[local.place[0]][local.place[1]] = default
+    if role == ROLLOUT:
+        _refuse_tools(config)
     return load(kept)
+
+
+def _refuse_tools(config: Config) -> None:
+    """Raises `UserError` if the coordinator's tasks have tools or environments: a worker would load their code."""
+    for task in filter(is_episode, config.task):
+        key, value = ("task.tools", task.tools) if task.tools else ("task.path", getattr(task, "path", ""))
+        raise UserError(
+            f"{key} = {show(value)}: comes from the coordinator, which may not choose code for this machine; put the "
+            "file here, and allow it with --trust-coordinator"
+        )
 
 
 def _default(local: LocalKey) -> Any:

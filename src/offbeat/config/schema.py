@@ -434,6 +434,21 @@ def peer_networks_are_valid(config: Config) -> None:
             raise ValueError(f'serve.peer_networks = ["{network}"]: {error}; write it like 10.0.0.0/8') from error
 
 
+def episodes_are_possible(config: Config) -> None:
+    if not any(is_episode(task) for task in config.task):
+        return
+    if config.schedule.new_version == "finish":
+        raise ValueError(
+            'schedule.new_version = "finish": cannot be used with tools or environments, because new weights would '
+            'wait for the slowest tool; set schedule.new_version = "interrupt"'
+        )
+
+
+def is_episode(task: TaskConfig) -> bool:
+    """Whether the task's answers are episodes: it has tools or an environment."""
+    return bool(task.tools) or isinstance(task, EnvironmentTask)
+
+
 CHECKS = (
     batch_arithmetic_holds,
     schedule_holds_together,
@@ -444,6 +459,7 @@ CHECKS = (
     device_is_known,
     ranks_have_processes_and_devices,
     peer_networks_are_valid,
+    episodes_are_possible,
 )
 
 
@@ -456,11 +472,14 @@ class TaskConfig(Section):
     """`exact`, `number`, `math`, `module:function` or `file.py:function`. Without it, the default of the source."""
     system: str | None = None
     """System message, for models with a chat template."""
+    tools: list[str] = Field([])
+    """Functions that the model may call, or classes whose methods it may call, as `module:name` or `file.py:name`. See
+    docs/environments.md."""
 
 
 class ArithmeticTask(TaskConfig):
     source: Literal["arithmetic"] = "arithmetic"
-    """Kind of source: arithmetic, reasoning-gym, file, dataset or function."""
+    """Kind of source: arithmetic, reasoning-gym, file, dataset, function or environment."""
     level: int = Field(2, ge=1, le=5)
     """Difficulty, from two digits to eight terms of up to three digits."""
     tail: float = Field(0.0, ge=0, le=1)
@@ -511,7 +530,20 @@ class FunctionTask(TaskConfig):
     """Apply the chat template to text prompts. Without it, true if the model has a template."""
 
 
-AnyTask = Annotated[ArithmeticTask | GymTask | FileTask | FunctionTask, Field(discriminator="source")]
+class EnvironmentTask(TaskConfig):
+    source: Literal["environment"]
+    path: str
+    """The environment's class, as `module:class` or `file.py:class`. It has the methods `begin` and `step`; see
+    docs/environments.md."""
+    options: dict[str, Any] = Field({})
+    """Arguments with which an object of the class is made for each episode."""
+    prompt: str = ""
+    """Text in front of what the environment says first."""
+    chat: bool | None = None
+    """Apply the chat template. Without it, true if the model has a template."""
+
+
+AnyTask = Annotated[ArithmeticTask | GymTask | FileTask | FunctionTask | EnvironmentTask, Field(discriminator="source")]
 
 
 DEFAULT_BOUND = 4
@@ -540,7 +572,7 @@ class RunConfig(Section):
 
 class ModelConfig(Section):
     path: str = "offbeat-tiny"
-    """Hugging Face model: folder or hub name. `offbeat-tiny` ships with Offbeat."""
+    """Hugging Face model: folder or hub name. `offbeat-tiny` and `offbeat-tiny-tools` ship with Offbeat."""
     tokenizer: str | None = None
     """Folder of a tokenizer, if not the model's own."""
     chat_template: str | None = None
@@ -725,6 +757,37 @@ class EngineConfig(Section):
         return ALONE_SHARE if self.memory_share == "auto" else self.memory_share
 
 
+class EnvironmentConfig(Section):
+    """Episodes: tasks with `tools`, or with source = "environment". Environments run in processes of each worker."""
+
+    processes: int = free(2, ge=1, le=64)
+    """Processes with environments, for each worker. Each holds many episodes."""
+    episodes: int | None = free(None, ge=1)
+    """Episodes that a worker carries on at the same time. Those that wait for a tool take no slot of the engine.
+    Without it, twice rollout.slots."""
+    max_turns: int = Field(8, ge=1)
+    """Turns of the model after which an episode ends."""
+    max_turn_tokens: int = Field(128, ge=1)
+    """Longest turn, in tokens. An episode ends with a turn that reaches this limit."""
+    max_observation_tokens: int = Field(256, ge=1)
+    """Longest observation, in tokens. The middle of a longer one is left out. Turns and observations together have at
+    most rollout.max_new_tokens tokens."""
+    parallel_calls: int = Field(4, ge=1, le=64)
+    """Calls of one turn that are run, all at once. The model is told that further ones are not."""
+    bad_calls: int = Field(1, ge=0)
+    """Mistakes in a row of which the model is told, such as a call of an unknown tool. With one more, the episode
+    ends."""
+    calls: str | None = None
+    """Format in which a model with a chat template writes calls, such as hermes. Without it, that of the template."""
+    step_timeout_s: float = free(30.0, gt=0)
+    """Longest time of a call or of a step of the environment. Then the call is given up, which the model is told, or
+    the attempt at the episode fails."""
+    episode_timeout_s: float = free(600.0, gt=0)
+    """Longest time of an episode. Then it ends as it is."""
+    memory_mb: int = free(512, ge=64)
+    """Memory of a process with environments, for all of its episodes together."""
+
+
 class PacedConfig(Section):
     """Speed of the paced engine, which has no model and only waits, for tests."""
 
@@ -814,6 +877,7 @@ class Config(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     serve: ServeConfig = ServeConfig()
     paced: PacedConfig = Field(PacedConfig(), json_schema_extra={"hidden": True})
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -18,6 +18,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+import msgspec
+
 from offbeat.data.mixture import Mixture, WeightedSource
 from offbeat.data.prompts import BadPrompt, Problem, Renderer
 from offbeat.errors import RunStopped
@@ -72,8 +74,10 @@ class Issuer:
         sampling: Sampling,
         eval_plan: EvalPlan,
         skips_long: bool = False,
+        stop_token_ids: Mapping[str, tuple[int, ...]] | None = None,
     ):
-        self.skips_long = skips_long
+        """`stop_token_ids` replace those of `sampling` for the sources that it names, whose turns end otherwise."""
+        self.skips_long, self.stop_token_ids = skips_long, stop_token_ids or {}
         self.mixture, self.renderer, self.eval_plan = mixture, renderer, eval_plan
         self.seed, self.group_size, self.num_siblings, self.sampling = seed, group_size, num_siblings, sampling
 
@@ -142,6 +146,9 @@ class Issuer:
         return groups
 
     def _group(self, source: WeightedSource, problem: Problem, source_ordinal: int, **fields: Any) -> NewGroup:
+        if source.name in self.stop_token_ids:
+            own = self.stop_token_ids[source.name]
+            fields["sampling"] = msgspec.structs.replace(fields["sampling"], stop_token_ids=own)
         return NewGroup(
             source=source.name,
             source_ordinal=source_ordinal,

@@ -24,7 +24,16 @@ from offbeat.coordinator.relays import RelayAssignment
 from offbeat.coordinator.reward_queue import RewardQueue
 from offbeat.coordinator.writer import Writer
 from offbeat.errors import DeadlineError, RunInterrupted, RunOver, RunStopped, UserError
-from offbeat.ledger.errors import Conflict, Fenced, Forbidden, Refused, Unknown
+from offbeat.ledger.errors import (
+    ENVIRONMENT,
+    FAILURE_KINDS,
+    LOST_ENVIRONMENT,
+    Conflict,
+    Fenced,
+    Forbidden,
+    Refused,
+    Unknown,
+)
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Arrival, Batch, ComparedSegment, EvalRound, Outcome, Reconciled, Submission
 from offbeat.ledger.workers import PRESENT_S, WorkerState
@@ -468,11 +477,16 @@ class Coordinator:
         """Records that a worker failed a task; the failure counts against the worker and against the task. A worker
         with too many failures is set aside: it gets no tasks for a while, and failures that it reports meanwhile do not
         count."""
-        counts = not self.fitness.aside_s(worker)
-        await self._share(self.ledger.fail, worker, task, fence, "engine", reason, counts=counts)
-        self.rewards.scorer.num_failed += 1
+        kind, colon, rest = reason.partition(": ")
+        kind, detail = (kind, rest) if colon and kind in FAILURE_KINDS else ("engine", reason)
+        counts = not self.fitness.aside_s(worker) and kind != LOST_ENVIRONMENT
+        await self._share(self.ledger.fail, worker, task, fence, kind, detail, counts=counts)
+        if kind == ENVIRONMENT:
+            self.rewards.scorer.failed(reason)
+        else:
+            self.rewards.scorer.num_failed += counts
         self.lease_manager.failed(worker, task)
-        if counts and (why := self.fitness.failed(worker, task, reason)):
+        if counts and kind != ENVIRONMENT and (why := self.fitness.failed(worker, task, reason)):
             await self._record_set_aside(worker, why)
         self._notify_all()
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET, UnsetType
 
 from offbeat.client.protocol import RewardLease
 from offbeat.coordinator.busy_times import BusyTimes
@@ -25,8 +26,9 @@ from offbeat.errors import RunStopped, UserError
 from offbeat.ledger.errors import Fenced, Forbidden, Refused, Unknown
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Purpose, Scored, Scores, Unscored
-from offbeat.rewards.pool import FailureWatch, RewardInput, RewardPool, RewardResult, RewardSpec, Shaping
-from offbeat.trajectory import Reward, reward_problem, total_problem
+from offbeat.rewards.pool import EpisodeView, FailureWatch, RewardInput, RewardPool, RewardResult, RewardSpec, Shaping
+from offbeat.rewards.verifiers import LOADERS
+from offbeat.trajectory import EpisodeRecord, Reward, Trajectory, reward_problem, total_problem, turns_of
 from offbeat.waiting import BackgroundTasks, Notifier
 
 
@@ -193,17 +195,7 @@ class Scorer:
         self._unseen, self._has_seen_some = set(untried), False
 
     def inputs(self, samples: Sequence[Unscored]) -> list[RewardInput]:
-        texts = self.decode([sample.response_tokens for sample in samples])
-        return [
-            RewardInput(
-                prompt=sample.problem["prompt"],
-                response=text,
-                answer=sample.problem["answer"],
-                info=sample.problem["info"],
-                tokens=sample.response_tokens.tolist(),
-            )
-            for sample, text in zip(samples, texts, strict=True)
-        ]
+        return inputs_of(samples, self.decode)
 
     def scored(self, samples: Sequence[Unscored], results: Sequence[RewardResult]) -> list[Scored]:
         """Returns, for each sample, its rewards or the reason why they failed. Counts successes and failures for
@@ -226,7 +218,7 @@ class Scorer:
         self._has_seen_some = True
         self._unseen -= {reward.name for reward in rewards}
         if sample.purpose is Purpose.TRAIN:
-            return self.shaping.for_training(rewards, len(sample.response_tokens))
+            return self.shaping.for_training(rewards, sample.num_sampled)
         return self.shaping.weighted(rewards)
 
     def take_unseen(self) -> list[str]:
@@ -246,6 +238,49 @@ class Scorer:
         """Raises `RunStopped` if too many of the latest rewards failed."""
         if reason := self.watch.verdict():
             raise RunStopped(f"{reason}; correct the cause (see {self.log_path}), then resume the run")
+
+
+def inputs_of(samples: Sequence[Unscored], decode: Callable[[Sequence[np.ndarray]], list[str]]) -> list[RewardInput]:
+    """Returns samples as reward functions get them."""
+    texts = decode([sample.response_tokens for sample in samples])
+    inputs = []
+    for sample, text in zip(samples, texts, strict=True):
+        view: EpisodeView | UnsetType = UNSET
+        if sample.trajectory is not None:
+            view = view_of(sample.trajectory, sample.stop_token_ids, decode)
+        inputs.append(
+            RewardInput(
+                prompt=sample.problem["prompt"],
+                response=view.final if not isinstance(view, UnsetType) and sample.reward in LOADERS else text,
+                answer=sample.problem["answer"],
+                info=sample.problem["info"],
+                tokens=sample.response_tokens.tolist(),
+                episode=view,
+            )
+        )
+    return inputs
+
+
+def view_of(
+    trajectory: Trajectory, stop_token_ids: Collection[int], decode: Callable[[Sequence[np.ndarray]], list[str]]
+) -> EpisodeView:
+    """Returns an episode as reward functions see it."""
+    record = trajectory.episode or EpisodeRecord()
+    with_calls = {call.turn for call in record.calls}
+    spans: list[tuple[str, int, int]] = []
+    at = 0
+    for number, (first, last) in enumerate(turns_of(trajectory, stop_token_ids)):
+        if first > at:
+            spans.append(("tool" if number - 1 in with_calls else "user", at, first))
+        spans.append(("assistant", first, last))
+        at = last
+    if trajectory.num_tokens > at:
+        spans.append(("user", at, trajectory.num_tokens))
+    texts = decode([trajectory.tokens[first:last] for _, first, last in spans])
+    messages = [{"role": role, "content": text} for (role, _, _), text in zip(spans, texts, strict=True)]
+    own = [message["content"] for message in messages if message["role"] == "assistant"]
+    claims = [(claim.position, claim.value, claim.name) for claim in record.claims]
+    return EpisodeView(own[-1] if own else "", messages, len(own), record.state, claims)
 
 
 def admissible(sample: Unscored, result: RewardResult) -> RewardResult:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offbeat.config.schema import AnyTask, ArithmeticTask, FunctionTask, GymTask
+from offbeat.config.schema import AnyTask, ArithmeticTask, EnvironmentTask, FunctionTask, GymTask
 from offbeat.data.arithmetic import Arithmetic
+from offbeat.data.environment import EnvironmentSource
 from offbeat.data.files import DatasetRows, FileSource, JsonLines, Rows, open_file
 from offbeat.data.function import FunctionSource
 from offbeat.data.gym import Gym
@@ -45,6 +46,11 @@ class WeightedSource:
     @property
     def chat(self) -> bool | None:
         return self.source.chat
+
+    @property
+    def is_opened(self) -> bool:
+        """Whether an environment adds to the prompt."""
+        return isinstance(self.source, EnvironmentSource)
 
     def problem(self, ordinal: int) -> Problem:
         return self.source.problem(ordinal)
@@ -137,7 +143,7 @@ def _source_name(task: AnyTask) -> str:
         return Arithmetic.name
     if isinstance(task, GymTask):
         return task.name
-    if isinstance(task, FunctionTask):
+    if isinstance(task, FunctionTask | EnvironmentTask):
         return task.path.rpartition(":")[2]
     return Path(task.path).stem if task.source == "file" else Path(task.path).name
 
@@ -153,6 +159,8 @@ def _build_source(task: AnyTask, seed: int, functions: Functions, home: Path | N
         return Arithmetic(seed, task.level, task.tail, task.tail_median, task.tail_sigma)
     if isinstance(task, GymTask):
         return Gym(task.name, task.options, seed, task.chat)
+    if isinstance(task, EnvironmentTask):
+        return EnvironmentSource(task.path, task.prompt, task.chat)
     if isinstance(task, FunctionTask):
         return FunctionSource(functions.get(task.path, task.path), seed, task.chat)
     return FileSource(

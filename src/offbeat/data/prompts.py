@@ -37,6 +37,9 @@ class Rendered(Protocol):
     @property
     def system(self) -> str | None: ...
 
+    @property
+    def is_opened(self) -> bool: ...
+
 
 class BadPrompt(UserError):
     """Raised for a prompt that is too long or empty, or that the chat template refuses. Other prompts of its source may
@@ -60,7 +63,10 @@ class Renderer:
         max_new_tokens: int = 0,
         window_tokens: int | None = None,
         cuts: bool = False,
+        tools: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
     ):
+        """`tools` are the JSON schemas of the tools by source, which the chat template shows to the model."""
+        self.tools = tools or {}
         self.tokenizer, self.max_prompt_tokens, self.cuts = tokenizer, max_prompt_tokens, cuts
         self.max_new_tokens, self.window_tokens = max_new_tokens, window_tokens
         self.template = _template_of(tokenizer)
@@ -80,6 +86,8 @@ class Renderer:
         """Returns the number of tokens of each problem's prompt before any cut. Tokenises all together, which is much
         faster. Raises `BadPrompt` for an empty prompt."""
         written = [self._written(source, problem.prompt, problem.place) for problem in problems]
+        if source.is_opened:
+            written = [(text.partition(OPENING)[0], is_chat) for text, is_chat in written]
         found = [0] * len(written)
         for is_chat in {is_chat for _, is_chat in written}:
             chosen = [i for i, one in enumerate(written) if one[1] is is_chat]
@@ -109,6 +117,8 @@ class Renderer:
 
     def _ids(self, source: Rendered, prompt: Prompt, place: str) -> list[int]:
         text, is_chat = self._written(source, prompt, place)
+        if source.is_opened:
+            text = text.partition(OPENING)[0]
         # The template writes its own special tokens; adding the tokenizer's would double the first.
         return self.tokenizer(text, add_special_tokens=False)["input_ids"] if is_chat else self._raw(text)
 
@@ -133,12 +143,22 @@ class Renderer:
         start = bisect_left(range(len(text)), True, key=lambda start: len(ids(start)) <= self.max_prompt_tokens)
         return ids(start) if start < len(text) else None
 
+    def after_opening(self, source: Rendered) -> tuple[str, bool]:
+        """Returns what stands between the environment's opening and the first turn, and whether a chat template wrote
+        it."""
+        text, is_chat = self._written(source, "", source.name)
+        return text.partition(OPENING)[2], is_chat
+
     def _written(self, source: Rendered, prompt: Prompt, place: str) -> tuple[str, bool]:
-        """Returns the text to tokenise, and whether a chat template wrote it."""
+        """Returns the text to tokenise, and whether a chat template wrote it. The place where an environment adds its
+        opening is marked by `OPENING`."""
+        if source.is_opened:
+            prompt = f"{prompt}{OPENING}"
         if not isinstance(prompt, str):
-            return self._chat(_with_system(prompt, source.system), place), True
+            return self._chat(_with_system(prompt, source.system), place, source.name), True
         if self.template is not None if source.chat is None else source.chat:
-            return self._chat(_with_system([{"role": "user", "content": prompt}], source.system), place), True
+            messages = _with_system([{"role": "user", "content": prompt}], source.system)
+            return self._chat(messages, place, source.name), True
         if source.system is not None:
             raise UserError(
                 f"task.system of {source.name}: a system message needs task.chat and a chat template, but these "
@@ -146,14 +166,18 @@ class Renderer:
             )
         return prompt, False
 
-    def _chat(self, messages: Sequence[Mapping[str, Any]], place: str) -> str:
+    def _chat(self, messages: Sequence[Mapping[str, Any]], place: str, source: str) -> str:
         if self.template is None:
             raise UserError(
                 f"{place}: chat messages need a chat template and the tokenizer has none; set model.chat_template"
             )
         try:
             return self.tokenizer.apply_chat_template(
-                list(messages), chat_template=self.template, tokenize=False, add_generation_prompt=True
+                list(messages),
+                chat_template=self.template,
+                tokenize=False,
+                add_generation_prompt=True,
+                **({"tools": list(self.tools[source])} if source in self.tools else {}),
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise BadPrompt(
@@ -190,6 +214,8 @@ def too_long(place: str, length: int, limit: int) -> str:
     return f"{place}: its prompt has {length} tokens, over rollout.max_prompt_tokens = {limit}"
 
 
+OPENING = "offbeatopening"
+"""Stands in a prompt for what the environment says first; the coordinator renders the prompt before it is known."""
 KIND, ADDS_SPACE = re.compile(r'"type":"(\w+)"'), re.compile(r'"add_prefix_space":true')
 KEEPS_ASCII = {"Sequence", "NFC", "NFD", "NFKC", "NFKD"}
 """Kinds of text normalisation that leave ASCII as it is."""

@@ -76,6 +76,8 @@ class Request:
     kv_lag: int = 0
     """With `KvMode.STALE`: largest number of versions by which reused keys and values may be older than the loaded
     weights."""
+    is_turn: bool = False
+    """Whether a request that ends by a stop token will probably be followed by one that continues it."""
 
     @property
     def engine_seed(self) -> int:

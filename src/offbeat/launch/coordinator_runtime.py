@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from offbeat.config.schema import SERVED, Config
+from offbeat.config.schema import SERVED, Config, is_episode
 from offbeat.coordinator.admission import Issuer
 from offbeat.coordinator.coordinator import Activity, Coordinator
 from offbeat.coordinator.maintenance import WeightGarbageCollector
 from offbeat.data.lengths import PromptLengths, measure_prompts, refuse_long
 from offbeat.data.mixture import Mixture
+from offbeat.environments.wire import PartInfo
 from offbeat.errors import UserError
 from offbeat.launch import wiring
 from offbeat.launch.given import Given
@@ -41,8 +42,10 @@ class Prepared:
     lengths: list[PromptLengths]
 
 
-def prepare(config: Config, mixture: Mixture, tokens: wiring.TokenLimits) -> Prepared:
-    issuer = wiring.make_issuer(config, mixture, tokens)
+def prepare(
+    config: Config, mixture: Mixture, tokens: wiring.TokenLimits, parts: Mapping[str, PartInfo] | None = None
+) -> Prepared:
+    issuer = wiring.make_issuer(config, mixture, tokens, parts)
     plan, rollout = issuer.eval_plan, config.rollout
     lengths = measure_prompts(mixture, issuer.renderer, plan.num_prompts if plan.every else 0)
     refuse_long(lengths, rollout.long_prompts, rollout.max_prompt_tokens)
@@ -85,7 +88,13 @@ async def open_coordinator(
         latest = ledger.latest_version()
         first_step = latest.step if latest else 0
         console = stack.enter_context(
-            open_console(config.log.console, config.run.steps, first_step, has_workers=not only_worker)
+            open_console(
+                config.log.console,
+                config.run.steps,
+                first_step,
+                has_workers=not only_worker,
+                has_episodes=any(map(is_episode, config.task)),
+            )
         )
         given.on_console(console)
         sinks = [*open_sinks(config.log.sinks, folder.path, config.log.project, {}), *given.sinks]

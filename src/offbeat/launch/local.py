@@ -23,7 +23,7 @@ from offbeat.engines.protocol import KvMode
 from offbeat.errors import OffbeatError
 from offbeat.extras import collecting_later, load_ahead
 from offbeat.files import disk_trouble
-from offbeat.launch import stopping, wiring
+from offbeat.launch import episode_parts, stopping, wiring
 from offbeat.launch.coordinator_runtime import (
     CoordinatorRuntime,
     await_last_evaluation,
@@ -154,6 +154,9 @@ async def _run(folder: RunFolder, given: Given, *, from_scratch: bool) -> dict[s
         await coordinator.start()
         if await trainer.start(from_scratch=from_scratch) >= config.run.steps:
             runtime.console.note(f"the run is at step {trainer.step} already; raise run.steps to go on")
+        episodes = await stack.enter_async_context(
+            episode_parts.playing(config, checked.prepared.tokens, folder.logs / "environments.log")
+        )
         worker = Worker(
             WORKER,
             engine,
@@ -161,6 +164,7 @@ async def _run(folder: RunFolder, given: Given, *, from_scratch: bool) -> dict[s
             kv=KvMode(config.rollout.kv),
             kv_lag=config.rollout.kv_lag,
             finishes=config.schedule.new_version == "finish",
+            episodes=episodes,
         )
         await _work(config, runtime, worker, trainer, stopping)
         is_finished = trainer.step >= config.run.steps

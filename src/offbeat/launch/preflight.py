@@ -11,7 +11,7 @@ import asyncio
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +20,10 @@ from offbeat.config.explain import show
 from offbeat.config.schema import SERVED, Config
 from offbeat.data.files import FileSource
 from offbeat.data.mixture import Mixture
+from offbeat.environments.wire import PartInfo
 from offbeat.errors import UserError
 from offbeat.extras import collecting_later
-from offbeat.launch import engine_choice, wiring
+from offbeat.launch import engine_choice, episode_parts, wiring
 from offbeat.launch.coordinator_runtime import Prepared, prepare
 from offbeat.launch.given import Given
 from offbeat.launch.model_size import num_parameters
@@ -36,6 +37,7 @@ from offbeat.rewards.pool import RewardPool
 
 PICK_DEVICE = """
 import sys
+from offbeat.environments.wire import PartInfo
 from offbeat.errors import UserError
 from offbeat.model.devices import pick_device
 try:
@@ -55,6 +57,8 @@ class Checked:
     prepared: Prepared
     trials: list[wiring.Trial]
     num_parameters: int | None
+    parts: Mapping[str, PartInfo]
+    """Tools and environments by source."""
 
     @property
     def num_held_out(self) -> int:
@@ -69,6 +73,7 @@ class Checked:
         sizes = f"{count}window {tokens.window_tokens:,} tokens, vocabulary {tokens.vocab_size:,}"
         found = [f"model        {model}: {sizes}, {template} chat template"]
         found += [f"prompts      {lengths.line(policy)}" for lengths in self.prepared.lengths]
+        found += [f"episodes     {source}: {_part_line(part)}" for source, part in self.parts.items()]
         found += [f"reward       {_trial_line(trial)}" for trial in self.trials]
         if not self.trials:
             found.append("reward       not tried: judges that join compute it (reward.processes = 0)")
@@ -127,14 +132,15 @@ async def checking(config: Config, given: Given | None = None, home: Path | None
             stage("trying the rewards")
             importing = asyncio.create_task(asyncio.to_thread(_import_transformers))  # while a reward process starts
             trials = await wiring.try_rewards(config, mixture, pool)
+            parts = await episode_parts.describe(config)
             stage("importing transformers, which reads the tokenizer")
             await importing
             with interruptible(), collecting_later():
                 num = None if is_hub_name(config.model.path) else num_parameters(config.model.path)
                 tokens = wiring.load_tokens(config)
                 stage("reading the prompts")
-                prepared = prepare(config, mixture, tokens)
-        yield Checked(config, mixture, pool, prepared, trials, num)
+                prepared = prepare(config, mixture, tokens, parts)
+        yield Checked(config, mixture, pool, prepared, trials, num, parts)
     except BaseException as error:
         await pool.close()
         if name not in str(error):
@@ -190,6 +196,13 @@ async def check_server(config: Config) -> list[str]:
 def print_advice(found: Iterable[Advice]) -> None:
     for advice in found:
         print(f"warning: {advice.text}", file=sys.stderr, flush=True)
+
+
+def _part_line(part: PartInfo) -> str:
+    what = ["an environment"] if part.has_environment else []
+    if part.tools:
+        what.append("tools " + ", ".join(tool.name for tool in part.tools))
+    return f"{' and '.join(what)}; {'deterministic' if part.deterministic else 'not deterministic'}"
 
 
 def _trial_line(trial: wiring.Trial) -> str:

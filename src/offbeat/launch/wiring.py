@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,9 @@ from offbeat.coordinator.reward_queue import RewardQueue, Scorer
 from offbeat.data.files import DEFAULT_ANSWER, FileSource
 from offbeat.data.mixture import Functions, Mixture, RewardSpec, WeightedSource, build_mixture
 from offbeat.data.prompts import Problem, Renderer, answer_text
+from offbeat.environments.wire import PartInfo
 from offbeat.errors import UserError
+from offbeat.launch import episode_parts
 from offbeat.launch.run_folder import EVENTS
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import LedgerTerms
@@ -200,7 +202,11 @@ def load_tokens(config: Config) -> TokenLimits:
     return TokenLimits(tokenizer, window, stop_token_ids(path, tokenizer), vocab_size)
 
 
-def make_issuer(config: Config, mixture: Mixture, tokens: TokenLimits) -> Issuer:
+def make_issuer(
+    config: Config, mixture: Mixture, tokens: TokenLimits, parts: Mapping[str, PartInfo] | None = None
+) -> Issuer:
+    """Builds the issuer; `parts` describe the tools and environments of the sources that have some."""
+    formats = episode_parts.make_formats(config, tokens, parts or {})
     rollout, evaluation = config.rollout, config.eval
     sampling = Sampling(
         max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature, stop_token_ids=tokens.stop_token_ids
@@ -219,6 +225,7 @@ def make_issuer(config: Config, mixture: Mixture, tokens: TokenLimits) -> Issuer
             max_new_tokens=rollout.max_new_tokens,
             window_tokens=tokens.window_tokens,
             cuts=rollout.long_prompts == "cut",
+            tools=episode_parts.shown_tools(parts or {}),
         ),
         seed=config.run.seed,
         group_size=config.batch.members,
@@ -226,6 +233,7 @@ def make_issuer(config: Config, mixture: Mixture, tokens: TokenLimits) -> Issuer
         sampling=sampling,
         eval_plan=plan,
         skips_long=rollout.long_prompts == "skip",
+        stop_token_ids={source: tuple(sorted(form.stop_token_ids)) for source, form in formats.items()},
     )
 
 
@@ -284,6 +292,7 @@ def open_ledger(config: Config, path: Path) -> Ledger:
         min_group=batch.min_group,
         max_no_signal=batch.max_redraws * batch.groups_per_step if resolve_loss(config).drop_no_signal else 0,
         max_attempts=config.rollout.max_attempts,
+        episodes=frozenset(episode_parts.part_specs(config)),
         in_rounds=config.schedule.stops,
     )
     ledger = Ledger(path, terms)

@@ -22,6 +22,7 @@ from offbeat.client.protocol import WorkerClient
 from offbeat.client.weight_transfer import CoordinatorReceiver, CoordinatorSources
 from offbeat.engines.protocol import Engine, EngineDied, KvMode
 from offbeat.errors import OffbeatError, RunOver, UserError
+from offbeat.launch import episode_parts, wiring
 from offbeat.launch.engine_choice import announce, with_chosen_engine
 from offbeat.launch.engine_parts import Engines, HasAdapterBase, engines_of
 from offbeat.launch.joining import Invitation, JoinedRun, joined, report_run_over
@@ -32,6 +33,7 @@ from offbeat.weights.peer_server import Guests, PeerServer, peer_url
 from offbeat.weights.peers import PeerSources
 from offbeat.weights.piece_store import open_store
 from offbeat.weights.receive import ReceiveFigures
+from offbeat.worker.episodes import Episodes
 from offbeat.worker.progress import WorkerProgress
 from offbeat.worker.spool import Spool
 from offbeat.worker.worker import DRAIN_WITHIN_S, Worker, WorkerMetrics
@@ -202,11 +204,16 @@ async def work(
                 figures=metrics.totals,
             )
 
+        tokens = wiring.load_tokens(config) if episode_parts.episode_tasks(config) else None
+        log_file = invitation.folder / "logs" / f"environments-{member.worker}.log"
+        episodes = await stack.enter_async_context(episode_parts.playing(config, tokens, log_file))
         stopping = Stopping()
         stack.enter_context(stopping.listening())
         progress = WorkerProgress(member.worker, metrics, _say, lambda: member.connection.outage.length_s > 0)
         try:
-            over = await WorkerSupervisor(member, engines, spool, metrics, new_client, stopping, progress).run()
+            over = await WorkerSupervisor(
+                member, engines, spool, metrics, new_client, stopping, progress, episodes
+            ).run()
         except RunOver as error:
             over = error
         _say(f"worker {member.worker}: made {progress.totals()}")
@@ -226,6 +233,7 @@ class WorkerSupervisor:
     new_client: Callable[[], WorkerClient]
     stopping: Stopping
     progress: WorkerProgress
+    episodes: Episodes | None = None
     num_deaths: int = 0
 
     async def run(self) -> RunOver | None:
@@ -266,6 +274,7 @@ class WorkerSupervisor:
             kv=KvMode(config.rollout.kv),
             kv_lag=config.rollout.kv_lag,
             finishes=config.schedule.new_version == "finish",
+            episodes=self.episodes,
         )
 
     async def _hand_over(self, worker: Worker, client: WorkerClient) -> None:

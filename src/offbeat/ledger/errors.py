@@ -35,3 +35,9 @@ class Fenced(LedgerError):
 
 class Forbidden(LedgerError):
     """The task or object belongs to another worker, or the caller needs another access token."""
+
+
+ENVIRONMENT, LOST_ENVIRONMENT = "environment", "environment_lost"
+"""Kinds of failed attempts at episodes, with which a worker's reason begins: the environment failed; or it was lost
+with its process, and the tokens that were handed back are of no use without it."""
+FAILURE_KINDS = (ENVIRONMENT, LOST_ENVIRONMENT)

@@ -9,6 +9,7 @@ otherwise a run that is killed often would train on other data than an undisturb
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -21,13 +22,13 @@ import numpy as np
 from offbeat.ledger import bodies, partials
 from offbeat.ledger.batches import is_batch_claimed
 from offbeat.ledger.database import Database, array, transactional
-from offbeat.ledger.errors import Fenced, Forbidden, Unknown
+from offbeat.ledger.errors import LOST_ENVIRONMENT, Fenced, Forbidden, Unknown
 from offbeat.ledger.groups import Groups, settle_groups
 from offbeat.ledger.records import WORKER_LOST, TaskState
 from offbeat.rules.groups import may_begin
 from offbeat.rules.leases import Lease, OpenGroup, Requester, assign, culprit, front
 from offbeat.rules.leases import wanted_version as first_wanted
-from offbeat.trajectory import Sampling, Task
+from offbeat.trajectory import EpisodeStart, Sampling, Task
 
 OPEN = """groups INDEXED BY groups_open
           WHERE state = 'open' AND num_open > 0 AND (require_step IS NULL OR require_version IS NOT NULL)"""
@@ -309,8 +310,8 @@ def _open_tasks(db: Database, group: int, count: int, request: LeaseRequest) -> 
     of a newer version than the worker's. Tasks whose partial came from another worker come last."""
 
     def found(which: str, limit: int) -> list[Any]:
-        query = f"""SELECT t.id, t.seed, t.fence + 1, p.digest, p.body, g.prompt, g.sampling, g.require_version,
-                           g.first_step
+        query = f"""SELECT t.id, t.seed, t.fence + 1, p.digest, p.body, g.source, g.seed, g.problem, g.prompt,
+                           g.sampling, g.require_version, g.first_step
                     FROM groups g CROSS JOIN tasks t ON t.group_id = g.id
                     LEFT JOIN partials p ON p.task = t.id AND p.state = 'kept'
                     WHERE g.id = :group AND t.state = 'open' AND (p.task IS NULL OR p.last_version <= :version)
@@ -328,8 +329,10 @@ def _open_tasks(db: Database, group: int, count: int, request: LeaseRequest) -> 
             rows += found("p.worker <> :worker", count - len(rows))
     if not rows:
         return [], None
-    *_, prompt, sampling, require_version, first_step = rows[0]
+    *_, source, group_seed, problem, prompt, sampling, require_version, first_step = rows[0]
     prompt_tokens, how = np.frombuffer(prompt, np.int32), sampling_of(sampling)
+    is_episode = source in db.terms.episodes
+    episode = EpisodeStart(source, json.loads(problem), group_seed) if is_episode else msgspec.UNSET
     tasks = [
         Task(
             id=task,
@@ -340,6 +343,7 @@ def _open_tasks(db: Database, group: int, count: int, request: LeaseRequest) -> 
             require_version=require_version,
             prefix=bodies.load(db.blobs, digest, body),
             fence=fence,
+            episode=episode,
         )
         for task, seed, fence, digest, body, *_ in rows
     ]
@@ -405,7 +409,7 @@ def _fail(db: Database, tasks: Sequence[int], reason: str, detail: str | None, *
         "UPDATE tasks SET state = 'failed', reason = ?, detail = ? WHERE id = ?",
         [(reason, detail, task) for task, _, _ in ended],
     )
-    partials.waste(db, [task for task, _, _ in ended], reason)
+    partials.waste(db, tasks if reason == LOST_ENVIRONMENT else [task for task, _, _ in ended], reason)
     db.executemany(
         "UPDATE groups SET num_failed = num_failed + 1, num_open = num_open - ? WHERE id = ?",
         [(state == TaskState.OPEN, group) for _, group, state in ended],

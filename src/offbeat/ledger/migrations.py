@@ -103,7 +103,67 @@ CREATE TABLE set_aside (
 );
 """
 
-MIGRATIONS: dict[int, str] = {5: TO_SCHEMA_6}
+TO_SCHEMA_7 = """
+ALTER TABLE trajectories RENAME TO old_trajectories;
+DROP INDEX trajectories_in_files;
+CREATE TABLE trajectories (
+    seq INTEGER PRIMARY KEY,
+    task INTEGER NOT NULL REFERENCES tasks (id),
+    trajectory_index INTEGER NOT NULL,
+    digest BLOB NOT NULL,
+    ended_by TEXT NOT NULL CHECK (
+        ended_by IN ('stop', 'length', 'environment', 'turns', 'time', 'calls', 'overflow')
+    ),
+    num_tokens INTEGER NOT NULL,
+    num_sampled_tokens INTEGER NOT NULL,
+    num_turns INTEGER NOT NULL DEFAULT 1,
+    wait_ms REAL NOT NULL DEFAULT 0,
+    claimed REAL,
+    worker TEXT NOT NULL,
+    fence INTEGER NOT NULL,
+    accepted_at REAL NOT NULL,
+    pruned INTEGER NOT NULL DEFAULT 0 CHECK (pruned IN (0, 1) AND (pruned = 0 OR body IS NULL)),
+    body BLOB,
+    UNIQUE (task, trajectory_index)
+);
+INSERT INTO trajectories (seq, task, trajectory_index, digest, ended_by, num_tokens, num_sampled_tokens, worker, fence,
+                          accepted_at, pruned, body)
+SELECT seq, task, trajectory_index, digest, ended_by, num_tokens, num_sampled_tokens, worker, fence, accepted_at,
+       pruned, body
+FROM old_trajectories;
+DROP TABLE old_trajectories;
+CREATE INDEX trajectories_in_files ON trajectories (digest) WHERE body IS NULL AND pruned = 0;
+
+ALTER TABLE partials RENAME TO old_partials;
+DROP INDEX partials_kept;
+DROP INDEX partials_by_task;
+CREATE TABLE partials (
+    seq INTEGER PRIMARY KEY,
+    task INTEGER NOT NULL REFERENCES tasks (id),
+    digest BLOB NOT NULL,
+    num_tokens INTEGER NOT NULL,
+    num_sampled_tokens INTEGER NOT NULL,
+    first_version INTEGER NOT NULL REFERENCES versions (number),
+    last_version INTEGER NOT NULL REFERENCES versions (number),
+    worker TEXT NOT NULL,
+    fence INTEGER NOT NULL,
+    state TEXT NOT NULL CHECK (state = 'kept' OR state = 'continued' OR state = 'wasted'),
+    reason TEXT CHECK ((state = 'wasted') = (reason IS NOT NULL)),
+    stored_at REAL NOT NULL,
+    body BLOB CHECK (state = 'kept' OR body IS NULL)
+);
+-- Until schema 6, all tokens of a response were sampled.
+INSERT INTO partials (seq, task, digest, num_tokens, num_sampled_tokens, first_version, last_version, worker, fence,
+                      state, reason, stored_at, body)
+SELECT seq, task, digest, num_sampled_tokens, num_sampled_tokens, first_version, last_version, worker, fence, state,
+       reason, stored_at, body
+FROM old_partials;
+DROP TABLE old_partials;
+CREATE UNIQUE INDEX partials_kept ON partials (task) WHERE state = 'kept';
+CREATE INDEX partials_by_task ON partials (task);
+"""
+
+MIGRATIONS: dict[int, str] = {5: TO_SCHEMA_6, 6: TO_SCHEMA_7}
 """SQL that upgrades a ledger to the next schema, by the number of the old schema."""
 FUNCTIONS: tuple[tuple[str, int, Callable[..., bytes]], ...] = (("reward_digest", 4, reward_digest),)
 """Python functions that the SQL calls: name, number of arguments, function."""

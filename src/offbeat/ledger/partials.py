@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from offbeat.ledger import bodies
 from offbeat.ledger.database import Database, array
-from offbeat.trajectory import Trajectory
+from offbeat.trajectory import EpisodeRecord, Trajectory
 
 
 def keep(db: Database, trajectory: Trajectory, worker: str, fence: int, body: bytes, digest: bytes) -> None:
@@ -23,11 +23,12 @@ def keep(db: Database, trajectory: Trajectory, worker: str, fence: int, body: by
     mark_continued(db, [trajectory.task])
     sampled = [segment.version for segment in trajectory.segments if segment.version is not None]
     db.execute(
-        "INSERT INTO partials (task, digest, num_sampled_tokens, first_version, last_version, worker, fence, state, "
-        "stored_at, body) VALUES (?, ?, ?, ?, ?, ?, ?, 'kept', ?, ?)",
+        "INSERT INTO partials (task, digest, num_tokens, num_sampled_tokens, first_version, last_version, worker, "
+        "fence, state, stored_at, body) VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'kept', ?, ?)",
         (
             trajectory.task,
             digest,
+            trajectory.num_tokens,
             int(trajectory.sampled_mask.sum()),
             sampled[0],
             sampled[-1],
@@ -49,10 +50,10 @@ def mark_continued(db: Database, tasks: Iterable[int]) -> None:
 
 
 def contributors(db: Database, task: int) -> list[tuple[str, int]]:
-    """Returns which workers sampled the beginning of a task's trajectory: for each partial that the trajectory
-    continues, in order, the worker that submitted the partial and the number of sampled tokens up to its end. Only
-    partials after the last wasted one count."""
-    query = """SELECT worker, num_sampled_tokens FROM partials WHERE task = :task AND state <> 'wasted'
+    """Returns which workers submitted the beginning of a task's trajectory: for each partial that the trajectory
+    continues, in order, the worker that submitted the partial and the number of tokens up to its end. Only partials
+    after the last wasted one count."""
+    query = """SELECT worker, num_tokens FROM partials WHERE task = :task AND state <> 'wasted'
                AND seq > (SELECT COALESCE(MAX(seq), 0) FROM partials WHERE task = :task AND state = 'wasted')
                ORDER BY seq"""
     return [(worker, num_tokens) for worker, num_tokens in db.execute(query, {"task": task})]
@@ -70,8 +71,9 @@ def rescue(db: Database, task: int) -> None:
 def begins_with(trajectory: Trajectory, digest: bytes) -> bool:
     """Whether `trajectory` begins with the partial that has this digest. Compares digests, because the partial's bytes
     are no longer stored."""
+    record = None if trajectory.episode is None else EpisodeRecord()  # a partial's notes are always empty
     for num_segments in range(1, len(trajectory.segments) + 1):
-        beginning = replace(trajectory, segments=trajectory.segments[:num_segments], end=None)
+        beginning = replace(trajectory, segments=trajectory.segments[:num_segments], end=None, episode=record)
         if blake3(beginning.encode()).digest() == digest:
             return True
     return False

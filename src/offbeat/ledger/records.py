@@ -30,6 +30,8 @@ class LedgerTerms:
     """Largest number of groups with equal rewards that may be dropped per step; 0: none is dropped."""
     max_attempts: int = 3
     """Number of failed attempts after which a task ends as failed."""
+    episodes: frozenset[str] = frozenset()
+    """Names of the sources whose tasks are episodes with tools or an environment."""
     in_rounds: bool = False
     """Whether training tasks are leased in rounds: only from the publication of a version until the batch of its step
     is claimed."""
@@ -173,6 +175,15 @@ class Unscored:
     end: End
     seq: int
     """Position in the order of acceptance; pass it to `unscored` as `after` to get only later trajectories."""
+    trajectory: Trajectory | None = None
+    """The whole trajectory of an episode; None for one answer, of which nobody asks more than its tokens."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a turn of the episode."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of response tokens that the model wrote."""
+        return len(self.response_tokens) if self.trajectory is None else int(self.trajectory.sampled_mask.sum())
 
 
 @dataclass(frozen=True)

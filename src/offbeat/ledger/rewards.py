@@ -10,6 +10,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 from blake3 import blake3
@@ -18,7 +19,7 @@ from offbeat.ledger.database import Database, array, transactional
 from offbeat.ledger.errors import Unknown
 from offbeat.ledger.groups import settle_groups
 from offbeat.ledger.records import REWARD_FAILED, Purpose, Scored, Scores, TaskState, Unscored
-from offbeat.trajectory import Reward, total, total_problem
+from offbeat.trajectory import Reward, Sampling, total, total_problem
 
 
 class Rewards(Database):
@@ -27,21 +28,25 @@ class Rewards(Database):
         `after`."""
         if not after:
             after = _before_first(self)
-        query = """SELECT j.seq, j.task, j.digest, t.group_id, g.purpose, g.reward, g.problem
+        query = """SELECT j.seq, j.task, j.digest, t.group_id, g.purpose, g.reward, g.problem, g.sampling
                    FROM trajectories j CROSS JOIN tasks t ON t.id = j.task CROSS JOIN groups g ON g.id = t.group_id
                    WHERE t.state = 'accepted' AND j.seq > ? ORDER BY j.seq LIMIT ?"""
         problems: dict[int, dict] = {}
         found: list[Unscored] = []
         rows = self.execute(query, (after, limit)).fetchall()
         trajectories = self.bodies.load([(seq, digest) for seq, _, digest, *_ in rows])
-        for seq, task, _, group, purpose, reward, problem in rows:
+        for seq, task, _, group, purpose, reward, problem, sampling in rows:
             if group not in problems:
                 problems[group] = json.loads(problem)
             trajectory = trajectories[seq]
             assert trajectory.end is not None
-            found.append(
-                Unscored(task, group, Purpose(purpose), problems[group], reward, trajectory.tokens, trajectory.end, seq)
+            sample = Unscored(
+                task, group, Purpose(purpose), problems[group], reward, trajectory.tokens, trajectory.end, seq
             )
+            if trajectory.episode is not None:
+                stop_token_ids = msgspec.json.decode(sampling, type=Sampling).stop_token_ids
+                sample = replace(sample, trajectory=trajectory, stop_token_ids=stop_token_ids)
+            found.append(sample)
         return found
 
     @transactional

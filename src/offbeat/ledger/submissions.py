@@ -4,10 +4,11 @@ Guarantees: a task never has more than one trajectory. Submitting the same bytes
 under the same fence are a conflict, and an old fence is refused. A refused submission does not affect the others.
 
 Trajectories and partials (unfinished trajectories) pass the same checks. Prompt and `max_new_tokens` are those of the
-task. The trajectory begins with the partial that its task was leased with, if any. All its tokens are sampled, and each
-segment names a published version. If the task requires a version (`require_version`), all segments are of that
-version's step; otherwise at least one segment's version is within the staleness bound at the run's current step. A
-whole trajectory must also have ended as it claims: by a stop token or at full length.
+task. The trajectory begins with the partial that its task was leased with, if any. All its tokens are sampled, unless
+its task is an episode, and each sampled segment names a published version. If the task requires a version
+(`require_version`), all segments are of that version's step; otherwise at least one segment's version is within the
+staleness bound at the run's current step. A whole trajectory must also have ended as it claims: an answer by a stop
+token or at full length, an episode mostly behind a finished turn.
 
 Each segment is stored with the worker that submitted it first. After a task has failed or was dropped, a partial is
 refused, but a whole trajectory is stored, and its tokens count as wasted. It need not begin with the task's partial,
@@ -28,8 +29,10 @@ from offbeat.ledger.errors import Conflict, Fenced, Forbidden, LedgerError, Refu
 from offbeat.ledger.leasing import check_lease, sampling_of
 from offbeat.ledger.records import Outcome, Submission
 from offbeat.rules.groups import is_trainable
-from offbeat.trajectory import End, Origin, Sampling, Trajectory
+from offbeat.trajectory import ANSWER_ENDS, End, EpisodeRecord, Origin, Sampling, Trajectory
 
+ANSWER = EpisodeRecord(num_turns=1)
+"""What the tables say of a trajectory that is no episode."""
 ENDED = ("failed", "dropped")
 """States of tasks for which a trajectory arrives too late."""
 
@@ -45,6 +48,7 @@ class Issued(NamedTuple):
     group: int
     prompt: bytes
     sampling: str
+    source: str
     require_step: int | None
     digest: bytes | None
     """Digest of the task's trajectory; None before it is stored."""
@@ -59,15 +63,15 @@ class Issued(NamedTuple):
 
 
 ISSUED = """
-SELECT t.id, t.state, t.worker, t.fence, g.id, g.prompt, g.sampling, g.require_step,
+SELECT t.id, t.state, t.worker, t.fence, g.id, g.prompt, g.sampling, g.source, g.require_step,
        j.digest, j.fence, j.worker, p.digest, p.fence, p.worker, p.state, p.body
 FROM tasks t JOIN groups g ON g.id = t.group_id LEFT JOIN trajectories j ON j.task = t.id
 LEFT JOIN partials p ON p.seq = (SELECT MAX(seq) FROM partials WHERE task = t.id)
 WHERE t.id IN (SELECT value FROM json_each(?))
 """
 TRAJECTORIES = (
-    "trajectories (task, trajectory_index, digest, ended_by, num_tokens, num_sampled_tokens, worker, fence, "
-    "accepted_at, body)"
+    "trajectories (task, trajectory_index, digest, ended_by, num_tokens, num_sampled_tokens, num_turns, wait_ms, "
+    "claimed, worker, fence, accepted_at, body)"
 )
 
 
@@ -135,13 +139,21 @@ class SubmissionValidator:
         sampling = sampling_of(task.sampling)
         if trajectory.max_new_tokens != sampling.max_new_tokens:
             return f"its max_new_tokens is {trajectory.max_new_tokens}, but the task has {sampling.max_new_tokens}"
-        if problem := _end_problem(trajectory, sampling):
+        is_episode = task.source in self.db.terms.episodes
+        if (trajectory.episode is not None) != is_episode:
+            return "it has no notes, but its task is an episode" if is_episode else "it has notes, but is no episode"
+        if is_episode and trajectory.end is None and trajectory.episode != EpisodeRecord():
+            return "it is unfinished, so it may not have notes yet: they come with its end"
+        problem = _episode_end_problem(trajectory, sampling) if is_episode else _end_problem(trajectory, sampling)
+        if problem:
             return problem
         if task.partial_state == "kept" and not is_late and not self._continues(trajectory, task):
             return "it does not begin with the partial trajectory that is stored for its task"
         numbers: list[int] = []
         for segment in trajectory.segments:
             if segment.origin is not Origin.SAMPLED:
+                if is_episode:
+                    continue
                 return f"its tokens at position {segment.start} are not sampled; the task allows only sampled tokens"
             if segment.version is None or segment.version not in self.known:
                 return f"it was sampled from version {segment.version}, which was never published"
@@ -181,13 +193,26 @@ class SubmissionValidator:
 
 
 def _end_problem(trajectory: Trajectory, sampling: Sampling) -> str | None:
-    """Returns why a trajectory cannot have ended as it claims; None if it can."""
+    """Returns why an answer cannot have ended as it claims; None if it can."""
+    if trajectory.end is not None and trajectory.end not in ANSWER_ENDS:
+        return f"it claims to have ended by {trajectory.end.value}, but its task has no environment"
     if trajectory.end is End.STOP and trajectory.num_tokens:
         last = int(trajectory.segments[-1].tokens[-1])
         if last not in sampling.stop_token_ids:
             return f"it claims to have ended by a stop token, but its last token, {last}, is not one"
     if trajectory.end is End.LENGTH and trajectory.num_tokens < sampling.max_new_tokens:
         return f"it claims to have ended by length, but has {trajectory.num_tokens} of {sampling.max_new_tokens} tokens"
+    return None
+
+
+def _episode_end_problem(trajectory: Trajectory, sampling: Sampling) -> str | None:
+    """Returns why an episode cannot have ended as it claims; None if it can. Only after a finished turn may it end by
+    anything but length."""
+    if trajectory.end in (None, End.LENGTH, End.TIME, End.OVERFLOW) or not trajectory.segments:
+        return None
+    last = trajectory.segments[-1]
+    if last.origin is not Origin.SAMPLED or int(last.tokens[-1]) not in sampling.stop_token_ids:
+        return f"it claims to have ended by {trajectory.end}, but its last token does not end a turn"
     return None
 
 
@@ -244,9 +269,11 @@ def _store(db: Database, fresh: Sequence[tuple[Fresh, Issued]]) -> None:
         for s in trajectory.segments:
             num_tokens = len(s.tokens)
             num_sampled += num_tokens if s.origin is Origin.SAMPLED else 0
-            first = next((name for name, end in by if num_sampled <= end), worker)
+            first = next((name for name, end in by if s.end <= end), worker)
             segments.append((task, trajectory.index, s.start, num_tokens, s.version, first))
-        counted = (str(trajectory.end), trajectory.num_tokens, num_sampled)
+        record = trajectory.episode or ANSWER
+        claimed = sum(claim.value for claim in record.claims) if record.claims else None
+        counted = (str(trajectory.end), trajectory.num_tokens, num_sampled, record.num_turns, record.wait_ms, claimed)
         rows.append((task, trajectory.index, digest, *counted, worker, fence, now, store(db.blobs, digest, body)))
         sums = added.setdefault(issued.group, [0, 0])
         sums[0] += 1

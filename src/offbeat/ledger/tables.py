@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-SCHEMA = 6
+SCHEMA = 7
 """Number of the schema in `TABLES`, raised with every change. `Database` refuses a file with another number. Resuming
 a run upgrades an older file (`migrations`)."""
 
@@ -155,9 +155,16 @@ CREATE TABLE trajectories (
     task INTEGER NOT NULL REFERENCES tasks (id),
     trajectory_index INTEGER NOT NULL,
     digest BLOB NOT NULL,
-    ended_by TEXT NOT NULL CHECK (ended_by IN ('stop', 'length')),
+    ended_by TEXT NOT NULL CHECK (
+        ended_by IN ('stop', 'length', 'environment', 'turns', 'time', 'calls', 'overflow')
+    ),
     num_tokens INTEGER NOT NULL,
     num_sampled_tokens INTEGER NOT NULL,
+    -- Turns that were handed over, the time that the episode waited for its environment, and the sum of what the
+    -- environment claims was earned; an answer without an environment is one turn.
+    num_turns INTEGER NOT NULL DEFAULT 1,
+    wait_ms REAL NOT NULL DEFAULT 0,
+    claimed REAL,
     worker TEXT NOT NULL,
     fence INTEGER NOT NULL,
     accepted_at REAL NOT NULL,
@@ -175,6 +182,8 @@ CREATE TABLE partials (
     seq INTEGER PRIMARY KEY,
     task INTEGER NOT NULL REFERENCES tasks (id),
     digest BLOB NOT NULL,
+    -- Of these, the tokens that were not sampled are an environment's.
+    num_tokens INTEGER NOT NULL,
     num_sampled_tokens INTEGER NOT NULL,
     first_version INTEGER NOT NULL REFERENCES versions (number),
     last_version INTEGER NOT NULL REFERENCES versions (number),

@@ -300,7 +300,7 @@ TRAJECTORIES = (
                ON j.task = s.task AND j.trajectory_index = s.trajectory_index
            WHERE s.worker <> j.worker AND NOT EXISTS (
                SELECT 1 FROM partials p WHERE p.task = s.task AND p.worker = s.worker
-               AND p.num_sampled_tokens >= s.num_tokens)""",
+               AND p.num_tokens >= s.num_tokens)""",
     ),
     Rule(
         "the segments of task {0} have a gap or an overlap before position {1}",
@@ -429,10 +429,11 @@ def _changed_rewards(db: Database) -> list[str]:
 
 
 def _broken_bodies(db: Database) -> Iterator[str]:
-    query = """SELECT j.task, j.digest, j.ended_by, j.num_tokens, j.num_sampled_tokens, j.body, g.prompt
+    query = """SELECT j.task, j.digest, j.ended_by, j.num_tokens, j.num_sampled_tokens, j.num_turns, j.wait_ms,
+                      j.claimed, j.body, g.prompt
                FROM trajectories j JOIN tasks t ON t.id = j.task JOIN groups g ON g.id = t.group_id
                WHERE j.pruned = 0"""
-    for task, digest, ended_by, num_tokens, num_sampled, row_body, prompt in db.execute(query):
+    for task, digest, ended_by, num_tokens, num_sampled, *noted, row_body, prompt in db.execute(query):
         try:
             body = read(db.blobs, digest, row_body)
             if blake3(body).digest() != digest:
@@ -446,13 +447,16 @@ def _broken_bodies(db: Database) -> Iterator[str]:
         stored = (task, ended_by, num_tokens, num_sampled, prompt, segments.fetchall())
         if stored != _facts(trajectory):
             yield f"the trajectory of task {task} differs from the tables in its tokens, versions, prompt or end"
+        elif tuple(noted) != _notes(trajectory):
+            yield f"the trajectory of task {task} differs from the tables in its turns, waiting time or claims"
 
 
 def _broken_partials(db: Database) -> Iterator[str]:
     query = (
-        "SELECT task, digest, num_sampled_tokens, first_version, last_version, body FROM partials WHERE state = 'kept'"
+        "SELECT task, digest, num_tokens, num_sampled_tokens, first_version, last_version, body FROM partials "
+        "WHERE state = 'kept'"
     )
-    for task, digest, num_sampled, first, last, row_body in db.execute(query):
+    for task, digest, num_tokens, num_sampled, first, last, row_body in db.execute(query):
         try:
             body = read(db.blobs, digest, row_body)
         except OffbeatError as error:
@@ -463,8 +467,9 @@ def _broken_partials(db: Database) -> Iterator[str]:
             continue
         trajectory = Trajectory.decode(body)
         versions = [s.version for s in trajectory.segments if s.version is not None]
-        stored = (task, num_sampled, first, last, None)
-        if stored != (trajectory.task, trajectory.sampled_mask.sum(), versions[0], versions[-1], trajectory.end):
+        stored = (task, num_tokens, num_sampled, first, last, None)
+        counted = (trajectory.num_tokens, trajectory.sampled_mask.sum())
+        if stored != (trajectory.task, *counted, versions[0], versions[-1], trajectory.end):
             yield f"the partial of task {task} differs from the tables in its task, tokens, versions or end"
 
 
@@ -473,6 +478,13 @@ def _facts(trajectory: Trajectory) -> tuple[object, ...]:
     num_sampled = sum(count for _, count, version in segments if version is not None)
     end = trajectory.end.value if trajectory.end else None
     return trajectory.task, end, trajectory.num_tokens, num_sampled, trajectory.prompt.tobytes(), segments
+
+
+def _notes(trajectory: Trajectory) -> tuple[object, ...]:
+    record = trajectory.episode
+    if record is None:
+        return 1, 0.0, None
+    return record.num_turns, record.wait_ms, sum(claim.value for claim in record.claims) if record.claims else None
 
 
 def _broken_sums(db: Database, counted: Counts) -> list[str]:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 TINY = "offbeat-tiny"
 TINY_FOLDER = Path(__file__).parent / "tiny"
+TINY_TOOLS = "offbeat-tiny-tools"
+OWN_MODELS = {TINY: TINY_FOLDER, TINY_TOOLS: Path(__file__).parent / "tiny_tools"}
+"""The models that ship with Offbeat, and their folders."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 HUB_TIMEOUT_S = 10.0
@@ -46,14 +49,14 @@ dtype."""
 def resolve(path: str | Path, *, need_weights: bool = True) -> Path:
     """Returns the model's folder. `path` is `offbeat-tiny` (included in the package), a folder, or a Hugging Face id,
     which is downloaded if needed. With `need_weights`, the folder must have a config.json and weights."""
-    if str(path) == TINY:
-        return TINY_FOLDER
+    if (own := OWN_MODELS.get(str(path))) is not None:
+        return own
     folder = Path(path).expanduser()
     if is_hub_name(path):
         folder = _from_hub(str(path), need_weights)
     if not folder.exists():
         beside = [file.parent.name for file in folder.parent.glob("*/config.json")]
-        near = nearest(folder.name, [TINY, *beside] if Path(path).name == str(path) else beside)
+        near = nearest(folder.name, [*OWN_MODELS, *beside] if Path(path).name == str(path) else beside)
         raise UserError(
             f"model.path = {str(path)!r}: no such folder; "
             + (f"did you mean {str(Path(path).with_name(near))!r}?" if near else f"give {KINDS}")

@@ -44,8 +44,11 @@ class Column(NamedTuple):
     cell: Callable[[Row], str]
 
 
-def columns(num_steps: int, width: int = PLAIN_WIDTH, *, has_workers: bool = False) -> list[Column]:
-    """Returns the columns that fit into `width`. `has_workers`: whether the run may have several workers."""
+def columns(
+    num_steps: int, width: int = PLAIN_WIDTH, *, has_workers: bool = False, has_episodes: bool = False
+) -> list[Column]:
+    """Returns the columns that fit into `width`. `has_workers`: whether the run may have several workers.
+    `has_episodes`: whether its answers have turns."""
     found = [
         Column("step", 9, lambda row: f"{row['step']}/{num_steps}" if "step" in row else ""),
         Column("reward", 7, lambda row: _number(row.get("reward"), ".3f")),
@@ -55,6 +58,12 @@ def columns(num_steps: int, width: int = PLAIN_WIDTH, *, has_workers: bool = Fal
         Column("signal", 7, lambda row: _number(row.get("signal_share"), ".0%")),
         Column("staleness", 10, lambda row: _number(row.get("staleness"), ".1f")),
     ]
+    if has_episodes:
+        found[-2:] = [
+            Column("turns", 6, lambda row: _number(row.get("turns"), ".1f")),
+            Column("calls", 6, lambda row: _number(row.get("calls"), ".1f")),
+            Column("tool s", 7, lambda row: _number(row.get("tool_s"), ".2f")),
+        ]
     if has_workers:
         found.append(Column("workers", 8, lambda row: _number(row.get("workers"), "d")))
     found.append(Column("tok/s", 7, lambda row: short(row.get("tokens_per_second"))))
@@ -136,7 +145,13 @@ class Console(Protocol):
 
 
 def open_console(
-    mode: str, num_steps: int, first_step: int = 0, file: TextIO | None = None, *, has_workers: bool = False
+    mode: str,
+    num_steps: int,
+    first_step: int = 0,
+    file: TextIO | None = None,
+    *,
+    has_workers: bool = False,
+    has_episodes: bool = False,
 ) -> Console:
     """Opens the console for `mode`, a value of `log.console`. `auto` means a table in a notebook, `rich` on a terminal,
     else `plain`. `first_step` is the number of steps trained before, as on a resume. `has_workers` says whether the run
@@ -144,13 +159,15 @@ def open_console(
     if mode == "auto" and file is None and in_notebook():
         from offbeat.observability.notebook import NotebookConsole
 
-        return NotebookConsole(num_steps, has_workers=has_workers)
+        return NotebookConsole(num_steps, has_workers=has_workers, has_episodes=has_episodes)
     file = file or sys.stdout
     if mode == "auto":
         mode = "rich" if file.isatty() else "plain"
     if mode == "rich":
-        return TerminalConsole(num_steps, first_step, file, has_workers=has_workers)
-    return PlainConsole(num_steps, file, first_step, quiet=mode == "quiet", has_workers=has_workers)
+        return TerminalConsole(num_steps, first_step, file, has_workers=has_workers, has_episodes=has_episodes)
+    return PlainConsole(
+        num_steps, file, first_step, quiet=mode == "quiet", has_workers=has_workers, has_episodes=has_episodes
+    )
 
 
 def in_notebook() -> bool:
@@ -171,11 +188,12 @@ class PlainConsole(Console):
         *,
         quiet: bool = False,
         has_workers: bool = False,
+        has_episodes: bool = False,
         clock: Clock = time.monotonic,
     ):
         self.file, self.quiet, self.clock = file, quiet, clock
         self.due = LineDue(num_steps, PLAIN_LINE_EVERY_S, clock)
-        self.columns = columns(num_steps, has_workers=has_workers)
+        self.columns = columns(num_steps, has_workers=has_workers, has_episodes=has_episodes)
         self.num_steps, self.last_step = num_steps, first_step
         self.has_header = False
         self.start_s = self.last_s = clock()
@@ -357,11 +375,12 @@ class TerminalConsole(Console):
         file: TextIO,
         *,
         has_workers: bool = False,
+        has_episodes: bool = False,
         clock: Clock = time.monotonic,
     ):
         self.num_steps = num_steps
         self.rich = RichConsole(file=file, highlight=False)
-        self.columns = columns(num_steps, self.rich.width, has_workers=has_workers)
+        self.columns = columns(num_steps, self.rich.width, has_workers=has_workers, has_episodes=has_episodes)
         self.due = LineDue(num_steps, RICH_LINE_EVERY_S, clock)
         self.num_lines = 0
         self.progress = Progress(

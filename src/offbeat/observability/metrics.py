@@ -269,6 +269,7 @@ def step_row(report: StepReport, spans: Mapping[str, float], num_siblings: int) 
         **{f"time_{name}_s": value for name, value in spans.items()},
         **(_siblings_row(report.batch, num_siblings) if num_siblings > 1 else {}),
         **_weights_row(report.weights),
+        **_episodes_row(members),
     }
     by_source = {group.source for group in report.batch.groups}
     if len(by_source) > 1:
@@ -276,6 +277,32 @@ def step_row(report: StepReport, spans: Mapping[str, float], num_siblings: int) 
             own = [m.reward for g in report.batch.groups if g.source == source for m in g.members]
             row[f"reward/{source}"] = float(np.mean(own))
     return row | _parts_row(members)
+
+
+def _episodes_row(members: Sequence[Member]) -> dict[str, float]:
+    """Returns figures about episodes: turns, calls and seconds of waiting for tools, each the mean of an episode; the
+    shares of calls that were given up at their time limit (`cut_calls`) and that failed; the number of failed calls by
+    tool; and the shares of ends. Empty if there are no episodes."""
+    trajectories = [member.trajectory for member in members if member.trajectory.episode is not None]
+    records = [trajectory.episode for trajectory in trajectories if trajectory.episode is not None]
+    if not records:
+        return {}
+    calls = [call for record in records for call in record.calls]
+    row = {
+        "turns": float(np.mean([record.num_turns for record in records])),
+        "tool_s": float(np.mean([record.wait_ms for record in records])) / 1e3,
+        "calls": len(calls) / len(records),
+        "cut_calls": sum(call.status == "cut" for call in calls) / max(1, len(calls)),
+        "failed_calls": sum(call.status not in ("ok", "cut") for call in calls) / max(1, len(calls)),
+    }
+    ends = Counter(str(trajectory.end) for trajectory in trajectories)
+    errors = Counter(call.tool or "no name" for call in calls if call.status not in ("ok", "cut"))
+    row |= {f"end/{end}": count / len(records) for end, count in sorted(ends.items())}
+    return row | {f"tool_errors/{tool}": float(count) for tool, count in errors.most_common(MAX_TOOLS)}
+
+
+MAX_TOOLS = 16
+"""Number of tools whose failed calls are counted by name; a model may invent any number of names."""
 
 
 def _siblings_row(batch: Batch, num_siblings: int) -> dict[str, float]:

@@ -59,12 +59,14 @@ class NotebookConsole(Console):
     the run. So another cell may show `data` as well, in an `Output` of its own.
     """
 
-    def __init__(self, num_steps: int, *, has_workers: bool = False, clock: Clock = time.monotonic):
+    def __init__(
+        self, num_steps: int, *, has_workers: bool = False, has_episodes: bool = False, clock: Clock = time.monotonic
+    ):
         self.data: Data | None = None
         """Output shown now, by MIME type; None: nothing yet."""
         self._output = Output()
         self.num_steps, self.clock, self.start_s = num_steps, clock, clock()
-        self.columns = columns(num_steps, PLAIN_WIDTH, has_workers=has_workers)
+        self.columns = columns(num_steps, PLAIN_WIDTH, has_workers=has_workers, has_episodes=has_episodes)
         self.rows: list[Row] = []
         self.texts: list[str] = []
         self.status, self.closing = "", list[tuple[str, str]]()

@@ -395,7 +395,7 @@ def _unpickle(name: str, data: bytes) -> Function:
         ) from error
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Makes this process end when its parent does. On Linux, the kernel kills it as soon as the parent's thread that
     started it ends; elsewhere, only a parent that has already ended is noticed."""
     if sys.platform == "linux":
@@ -408,7 +408,7 @@ def _die_with(parent: int) -> None:
 
 def main() -> None:
     cell, parent = int(sys.argv[1]), int(sys.argv[2])
-    _die_with(parent)
+    die_with(parent)
     pipes = Pipes()
     setup = wire.read_from_pool(pipes.incoming)
     if not isinstance(setup, wire.Setup):

@@ -13,7 +13,7 @@ import asyncio
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,22 @@ MAX_LOSSES = 3
 
 
 @dataclass(frozen=True)
+class EpisodeView:
+    """An episode as reward functions see it, each field as an argument of its name."""
+
+    final: str
+    """The model's last turn, without calls."""
+    messages: Sequence[Mapping[str, str]]
+    """The turns, with role `assistant`, and what came back, with role `tool` or `user`."""
+    turns: int
+    """Number of turns of the model."""
+    state: Mapping[str, Any]
+    """Facts about the end, as the environment gave them."""
+    claims: Sequence[tuple[int, float, str]]
+    """What the environment says was earned: (position, value, name)."""
+
+
+@dataclass(frozen=True)
 class RewardInput:
     """A sample to judge. A reward function receives the fields that its parameters name."""
 
@@ -49,6 +65,8 @@ class RewardInput:
     info: Mapping[str, Any] = field(default_factory=dict)
     tokens: Sequence[int] = ()
     """Token ids of the response."""
+    episode: EpisodeView | msgspec.UnsetType = msgspec.UNSET
+    """Unset: one answer, without tools or an environment."""
 
 
 @dataclass(frozen=True)
@@ -349,7 +367,15 @@ def _plain(sample: RewardInput, argument: str) -> Any:
         return dict(sample.info)
     if argument == "prompt" and not isinstance(sample.prompt, str):
         return [dict(message) for message in sample.prompt]
+    if argument in OF_EPISODES:
+        view = sample.episode
+        if isinstance(view, msgspec.UnsetType):
+            view = EpisodeView(sample.response, [{"role": "assistant", "content": sample.response}], 1, {}, [])
+        return getattr(view, argument)
     return getattr(sample, argument)
+
+
+OF_EPISODES = tuple(one.name for one in fields(EpisodeView))
 
 
 def _result(answer: RewardAnswer) -> RewardResult:

@@ -3,7 +3,10 @@
 - `exact`: the response equals the answer, except for white space at both ends;
 - `number`: the last number in the response equals the answer;
 - `math`: math-verify finds response and answer mathematically equal;
-- `gym`: the score of the reasoning-gym data set that posed the question.
+- `gym`: the score of the reasoning-gym data set that posed the question;
+- `environment`: what the environment says was earned.
+
+Of an episode with tools, the first four read only the model's last turn.
 
 A built-in raises if the problem has no answer that it can read. This counts as a failed reward, never as reward 0.
 Optional packages are imported when a reward is loaded, so that a missing one is reported before training.
@@ -12,7 +15,7 @@ Optional packages are imported when a reward is loaded, so that a missing one is
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -40,6 +43,11 @@ def number(response: str, answer: str | None) -> float:
     if wanted is None:
         raise ValueError(f"the reward 'number' needs a number in the problem's answer, but {answer!r} holds none")
     return float(last_number(response) == wanted)
+
+
+def environment(claims: Sequence[tuple[int, float, str]]) -> list[tuple[int, float, str]]:
+    """Returns what an environment claims was earned; 0 if a limit ended the episode before it said anything."""
+    return [(int(position), value, name) for position, value, name in claims] or [(-1, 0.0, "environment")]
 
 
 def last_number(text: str) -> Decimal | None:
@@ -92,6 +100,7 @@ LOADERS: dict[str, Callable[[], Function]] = {
     "number": lambda: number,
     "math": load_math,
     "gym": load_gym,
+    "environment": lambda: environment,
 }
 
 

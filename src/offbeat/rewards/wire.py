@@ -20,7 +20,7 @@ MAX_BYTES = 1 << 28
 """Size limit of a frame from a process; answers are small."""
 HARMED = 86
 """Exit status of a process whose reward closed or replaced the descriptors of its pipes or log."""
-ARGUMENTS = ("response", "answer", "prompt", "info", "tokens")
+ARGUMENTS = ("response", "answer", "prompt", "info", "tokens", "final", "messages", "turns", "state", "claims")
 """Parameters that a reward function may have."""
 OTHER_NAMES = {
     **dict.fromkeys(("completion", "output", "generation", "generated", "text"), "response"),

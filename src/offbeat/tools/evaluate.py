@@ -12,15 +12,19 @@ from pathlib import Path
 
 from offbeat.config import load
 from offbeat.config.schema import Config
+from offbeat.coordinator.reward_queue import inputs_of
 from offbeat.data.mixture import Functions, Mixture, RewardSpec
 from offbeat.engines.protocol import Engine, Request
+from offbeat.environments.pool import EnvironmentFailed
 from offbeat.errors import OffbeatError, UserError
-from offbeat.launch import stopping, wiring
+from offbeat.launch import episode_parts, stopping, wiring
 from offbeat.launch.run_folder import CONFIG
-from offbeat.ledger.records import EvalGroup, EvalRound, GroupState, NewGroup, derive_seed
+from offbeat.ledger.records import EvalGroup, EvalRound, GroupState, NewGroup, Purpose, Unscored, derive_seed
 from offbeat.observability.metrics import eval_figures
 from offbeat.rewards.pool import FailureWatch, RewardInput, RewardPool, Shaping
-from offbeat.trajectory import total, total_problem
+from offbeat.trajectory import EpisodeStart, Task, total, total_problem
+from offbeat.worker.episodes import Episodes
+from offbeat.worker.worker import play_through
 
 
 def evaluate_run(
@@ -86,7 +90,8 @@ async def _evaluate(config: Config, mixture: Mixture, log: Path) -> dict[str, fl
 
             model_parts.prepare_torch(config)
             tokens = wiring.load_tokens(config)
-            groups = wiring.make_issuer(config, mixture, tokens).held_out(version=0)
+            parts = await episode_parts.describe(config)
+            groups = wiring.make_issuer(config, mixture, tokens, parts).held_out(version=0)
             if not groups:
                 raise UserError(
                     "task: no prompts are held out for an evaluation; set held_out in a [[task]] whose source is a "
@@ -94,9 +99,10 @@ async def _evaluate(config: Config, mixture: Mixture, log: Path) -> dict[str, fl
                 )
             engine = model_parts.make_embedded(config, "eval", version=0)
         stack.push_async_callback(engine.close)
+        episodes = await stack.enter_async_context(episode_parts.playing(config, tokens, log))
         watch = FailureWatch(config.reward.max_failure_share, window=sum(group.size for group in groups), min_count=1)
         judged = await asyncio.gather(
-            *(_judge(group, engine, pool, wiring.make_shaping(config), tokens, watch) for group in groups)
+            *(_judge(group, engine, pool, wiring.make_shaping(config), tokens, watch, episodes) for group in groups)
         )
     if reason := watch.verdict():
         raise OffbeatError(f"{reason}; fix the reward{f' (see {log})' if log.stat().st_size else ''}")
@@ -107,24 +113,18 @@ async def _evaluate(config: Config, mixture: Mixture, log: Path) -> dict[str, fl
 
 
 async def _judge(
-    group: NewGroup, engine: Engine, pool: RewardPool, shaping: Shaping, tokens: wiring.TokenLimits, watch: FailureWatch
+    group: NewGroup,
+    engine: Engine,
+    pool: RewardPool,
+    shaping: Shaping,
+    tokens: wiring.TokenLimits,
+    watch: FailureWatch,
+    episodes: Episodes | None,
 ) -> EvalGroup:
-    requests = [
-        Request(
-            id=f"{group.ordinal}-{member}",
-            tokens=group.prompt_tokens,
-            seed=derive_seed(group.seed, member),
-            sampling=group.sampling,
-        )
-        for member in range(group.size)
-    ]
-    generations = await asyncio.gather(*(engine.generate(request) for request in requests))
-    responses = [generation.segments[0].tokens for generation in generations]
-    problem = group.problem
-    inputs = [
-        RewardInput(text, problem["answer"], problem["prompt"], problem["info"], response.tolist())
-        for text, response in zip(tokens.decode(responses), responses, strict=True)
-    ]
+    if episodes is not None and group.source in episodes.forms:
+        inputs = await _play(group, engine, tokens, episodes, watch)
+    else:
+        inputs = await _answer(group, engine, tokens)
     results = await pool.score(group.reward, inputs)
     values = []
     for result in results:
@@ -143,3 +143,55 @@ async def _judge(
         num_failed=group.size - len(values),
         size=group.size,
     )
+
+
+async def _play(
+    group: NewGroup, engine: Engine, tokens: wiring.TokenLimits, episodes: Episodes, watch: FailureWatch
+) -> list[RewardInput]:
+    """Plays the episodes of a group; leaves out those whose environment failed."""
+    start = EpisodeStart(group.source, group.problem, group.seed)
+
+    async def play(member: int) -> Unscored | None:
+        number = group.ordinal * group.size + member
+        seed = derive_seed(group.seed, member)
+        task = Task(number, group.ordinal, group.prompt_tokens, seed, group.sampling, episode=start)
+        try:
+            trajectory = await play_through(task, engine, episodes)
+        except EnvironmentFailed as error:
+            watch.record(failed=True, reason=f"environment: {error}")
+            return None
+        assert trajectory.end is not None
+        return Unscored(
+            number,
+            group.ordinal,
+            Purpose.EVAL,
+            group.problem,
+            group.reward,
+            trajectory.tokens,
+            trajectory.end,
+            seq=0,
+            trajectory=trajectory,
+            stop_token_ids=group.sampling.stop_token_ids,
+        )
+
+    played = await asyncio.gather(*(play(member) for member in range(group.size)))
+    return inputs_of([sample for sample in played if sample is not None], tokens.decode)
+
+
+async def _answer(group: NewGroup, engine: Engine, tokens: wiring.TokenLimits) -> list[RewardInput]:
+    requests = [
+        Request(
+            id=f"{group.ordinal}-{member}",
+            tokens=group.prompt_tokens,
+            seed=derive_seed(group.seed, member),
+            sampling=group.sampling,
+        )
+        for member in range(group.size)
+    ]
+    generations = await asyncio.gather(*(engine.generate(request) for request in requests))
+    responses = [generation.segments[0].tokens for generation in generations]
+    problem = group.problem
+    return [
+        RewardInput(text, problem["answer"], problem["prompt"], problem["info"], response.tolist())
+        for text, response in zip(tokens.decode(responses), responses, strict=True)
+    ]

@@ -21,7 +21,7 @@ import asyncio
 import logging
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -40,12 +40,15 @@ from offbeat.engines.protocol import (
     KvMode,
     Request,
 )
+from offbeat.environments.pool import EnvironmentFailed
 from offbeat.errors import OffbeatError, RunInterrupted, RunOver
+from offbeat.ledger.errors import ENVIRONMENT, LOST_ENVIRONMENT
 from offbeat.testing.crash_points import crash_here
 from offbeat.trajectory import End, SegmentError, Task, Trajectory
 from offbeat.waiting import Notifier, run_to_end
 from offbeat.weights.receive import ReceiveFigures
 from offbeat.weights.version import Version
+from offbeat.worker.episodes import EnvironmentGone, Episodes
 from offbeat.worker.spool import REFUSALS, Outbox, Spool, Unsent
 
 log = logging.getLogger(__name__)
@@ -87,11 +90,15 @@ class Worker:
         kv: KvMode = KvMode.SAME,
         kv_lag: int = 0,
         finishes: bool = False,
+        episodes: Episodes | None = None,
     ):
         """`kv` and `kv_lag` are set in every engine request: which keys and values it may use, and how many versions
-        old these may be. With `finishes`, running tasks end before weights are loaded."""
+        old these may be. With `finishes`, running tasks end before weights are loaded. `episodes` carries on tasks with
+        tools or environments; None: the run has no such tasks."""
         self.name, self.engine, self.client = name, engine, client
-        self._kv, self._kv_lag, self._finishes = kv, kv_lag, finishes
+        self._kv, self._kv_lag, self._finishes, self._episodes = kv, kv_lag, finishes, episodes
+        self._slots = asyncio.Semaphore(engine.capabilities.num_slots)
+        """Slots of the engine, for runs with episodes, where more tasks run than the engine has slots."""
         self.running: dict[tuple[int, int], ActiveTask] = {}
         """Running tasks by task id and fence. If a lease was lost, the same task may be leased again, with a new fence,
         before this worker learns of the loss."""
@@ -205,9 +212,11 @@ class Worker:
                 raise RunInterrupted(lease.interrupted) if lease.interrupted else RunOver("the run is over")
 
     def _num_free(self) -> int:
-        """Returns how many tasks can begin now: one per free slot, but 0 if more trajectories than slots are unsent."""
+        """Returns how many tasks can begin now: one per free slot, but 0 if more trajectories than slots are unsent. A
+        run with episodes has more of them than slots, because those that wait for a tool hold none."""
         num_slots = self.engine.capabilities.num_slots
-        return max(0, num_slots - len(self.running)) if len(self._outbox) <= num_slots else 0
+        at_once = num_slots if self._episodes is None else self._episodes.at_once(num_slots)
+        return max(0, at_once - len(self.running)) if len(self._outbox) <= at_once else 0
 
     async def _lease(self) -> LeaseResponse:
         await self._changes.wait_for(self._num_free)  # loading a version may have taken a while
@@ -271,8 +280,11 @@ class Worker:
         """Aborts the tasks `ended` in the engine; `abort_reason` tells `_generate` what to do with their new tokens."""
         ids = []
         for running in ended:
+            if abort_reason is AbortReason.RELOAD and running.is_outside:
+                continue  # an episode that waits for its environment does not notice a load
             if running.abort_reason is not AbortReason.LOST:
                 running.abort_reason = abort_reason
+            running.interrupt()
             ids.append(running.request_id)
         self._changes.notify()
         if ids:
@@ -317,7 +329,7 @@ class Worker:
     def _may_load(self, version: Version) -> bool:
         is_lower = self.engine.version is not None and version.number < self.engine.version
         if self._finishes or is_lower:  # versions never fall within a trajectory
-            return all(running.is_waiting for running in self.running.values())
+            return all(running.is_waiting and not running.is_bound for running in self.running.values())
         return all(running.task.require_version is None for running in self.running.values())
 
     async def _load(self, version: Version) -> None:
@@ -334,16 +346,20 @@ class Worker:
     # One task
 
     async def _carry_on(self, running: ActiveTask, group: asyncio.TaskGroup) -> None:
-        num_before = running.trajectory.num_tokens
+        num_before = running.num_sampled
         try:
-            is_wanted = await self._generate(running)
+            is_wanted = await (self._generate(running) if running.is_answer else self._play(running))
         except EngineDied:
             raise
         except (EngineError, SegmentError) as error:
             is_wanted = False
             await self._fail(running.task, str(error))
+        except (EnvironmentFailed, EnvironmentGone) as error:
+            is_wanted = False
+            kind = LOST_ENVIRONMENT if isinstance(error, EnvironmentGone) else ENVIRONMENT
+            await self._fail(running.task, f"{kind}: {error}")
         finally:
-            self.num_tokens += running.trajectory.num_tokens - num_before
+            self.num_tokens += max(0, running.num_sampled - num_before)
             del self.running[running.key]
             if self._fences.get(running.task.id) == running.task.fence:
                 del self._fences[running.task.id]
@@ -357,16 +373,14 @@ class Worker:
         """Continues a trajectory until it ends or is aborted; returns whether the trajectory must be submitted."""
         task, trajectory = running.task, running.trajectory
         num_before = trajectory.num_tokens
-        if task.require_version not in (None, self.engine.version):
-            raise EngineError(
-                f"task {task.id} requires version {task.require_version}, but the engine has version "
-                f"{self.engine.version}"
-            )
+        self._check_version(task)
         while trajectory.num_tokens < trajectory.max_new_tokens:
             if not await self._may_begin(running):
                 return True  # hands the prefix to a worker with newer weights
             if running.abort_reason is None:  # otherwise it was aborted before it began
-                generation = await self.engine.generate(request_for(running, self._kv, self._kv_lag))
+                request = request_for(running, self._kv, self._kv_lag)
+                async with nullcontext() if self._episodes is None else self._slots:
+                    generation = await self.engine.generate(request)
                 if append(trajectory, generation):
                     return running.abort_reason is not AbortReason.LOST
             reason, running.abort_reason = running.abort_reason, None
@@ -378,6 +392,57 @@ class Worker:
                 return has_more
         trajectory.finish(End.LENGTH)
         return True
+
+    def _check_version(self, task: Task) -> None:
+        if task.require_version not in (None, self.engine.version):
+            raise EngineError(
+                f"task {task.id} requires version {task.require_version}, but the engine has version "
+                f"{self.engine.version}"
+            )
+
+    async def _play(self, running: ActiveTask) -> bool:
+        """Continues an episode, as `_generate` does an answer: its turns go to its environment, in a slot of the engine
+        only while they are generated."""
+        assert self._episodes is not None, "the run's configuration has no task with tools or an environment"
+        num_before = running.num_sampled
+        episode = self._episodes.enter(running.task, running.trajectory)
+        is_parked = False
+        try:
+            while episode.trajectory.end is None:
+                running.is_outside = True
+                if episode.awaits_environment and running.abort_reason is None:
+                    running.is_waiting = True
+                    self._changes.notify()
+                    await episode.answer(self._episodes.pool, running.interruption())
+                    running.is_waiting = False
+                elif running.abort_reason is None and episode.turn_tokens_left <= 0:
+                    episode.finish(End.LENGTH)
+                elif running.abort_reason is None:
+                    if not await self._may_begin(running):
+                        running.trajectory, is_parked = self._episodes.park(episode), True
+                        return running.num_sampled > 0
+                    async with self._slots:
+                        if running.abort_reason is None:
+                            self._check_version(running.task)
+                            running.is_outside = False
+                            request = request_for(running, self._kv, self._kv_lag, episode.turn_tokens_left)
+                            episode.append(await self.engine.generate(request))
+                            continue
+                if episode.trajectory.end is not None:
+                    break
+                reason, running.abort_reason = running.abort_reason, None
+                if reason is AbortReason.LOST:
+                    return False
+                if reason in (AbortReason.LEAVE, AbortReason.STOP):
+                    has_more = running.num_sampled > num_before
+                    running.is_untouched = reason is AbortReason.STOP and not has_more
+                    if has_more or running.task.prefix is not None:
+                        running.trajectory, is_parked = self._episodes.park(episode), True
+                    return has_more
+            return running.abort_reason is not AbortReason.LOST
+        finally:
+            if not is_parked:
+                episode.close()
 
     async def _may_begin(self, running: ActiveTask) -> bool:
         """Waits until the engine has a version that may continue the task and no load is under way, or until the task
@@ -436,6 +501,34 @@ class ActiveTask:
     """Round at whose end the task is stopped; None: the task runs until it ends by itself."""
     is_untouched: bool = False
     """Whether the task was stopped at the end of its round without a new token."""
+    is_outside: bool = False
+    """Whether an episode is not in the engine now."""
+    _interruption: asyncio.Future[None] | None = None
+
+    @property
+    def is_answer(self) -> bool:
+        """Whether the task wants one answer, without tools or an environment."""
+        return self.task.episode is msgspec.UNSET
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether an episode needs the version that is loaded now, also while it waits for its environment."""
+        return self.is_outside and self.task.require_version is not None
+
+    @property
+    def num_sampled(self) -> int:
+        trajectory = self.trajectory
+        return trajectory.num_tokens if self.is_answer else int(trajectory.sampled_mask.sum())
+
+    def interruption(self) -> asyncio.Future[None]:
+        """Returns a future that is done once the task is aborted."""
+        if self._interruption is None or (self._interruption.done() and self.abort_reason is None):
+            self._interruption = asyncio.get_running_loop().create_future()
+        return self._interruption
+
+    def interrupt(self) -> None:
+        if self._interruption is not None and not self._interruption.done():
+            self._interruption.set_result(None)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -461,18 +554,23 @@ def begin(task: Task, round_number: int | None = None) -> ActiveTask:
     return ActiveTask(task, trajectory, round=round_number if task.require_version is None else None)
 
 
-def request_for(running: ActiveTask, kv: KvMode = KvMode.SAME, kv_lag: int = 0) -> Request:
-    """Returns the engine request that continues a task, from its prompt, tokens so far and remaining token budget."""
+def request_for(
+    running: ActiveTask, kv: KvMode = KvMode.SAME, kv_lag: int = 0, max_new_tokens: int | None = None
+) -> Request:
+    """Returns the engine request that continues a task, from its prompt, tokens so far and remaining token budget, or
+    `max_new_tokens` if it is given."""
     task, trajectory = running.task, running.trajectory
     done = trajectory.num_tokens
+    room = task.sampling.max_new_tokens - done if max_new_tokens is None else max_new_tokens
     return Request(
         id=running.request_id,
         tokens=np.concatenate([task.prompt, trajectory.tokens]) if done else task.prompt,
         seed=task.seed,
-        sampling=msgspec.structs.replace(task.sampling, max_new_tokens=task.sampling.max_new_tokens - done),
+        sampling=msgspec.structs.replace(task.sampling, max_new_tokens=room),
         position=done,
         kv=kv,
         kv_lag=kv_lag if kv is KvMode.STALE else 0,
+        is_turn=not running.is_answer,
     )
 
 
@@ -493,6 +591,24 @@ def append(trajectory: Trajectory, generation: Generation) -> bool:
         trajectory.append(segment)
     trajectory.append(last, End(generation.finish.value))
     return True
+
+
+async def play_through(task: Task, engine: Engine, episodes: Episodes) -> Trajectory:
+    """Plays an episode from its beginning to its end with an engine that nobody interrupts, as in an evaluation."""
+    running = begin(task)
+    episode = episodes.enter(task, running.trajectory)
+    try:
+        while episode.trajectory.end is None:
+            if episode.awaits_environment:
+                await episode.answer(episodes.pool, running.interruption())
+            elif episode.turn_tokens_left <= 0:
+                episode.finish(End.LENGTH)
+            else:
+                request = request_for(running, max_new_tokens=episode.turn_tokens_left)
+                episode.append(await engine.generate(request))
+        return episode.trajectory
+    finally:
+        episode.close()
 
 
 class TaskRounds:

@@ -8,7 +8,7 @@ request only when it starts or ends and when weights change.
   (`attention.num_long_rows`).
 - A prefill computes all tokens that a request brings (prompt and response so far) but the last one, which the first
   decode step feeds. A request that is resumed before its old slot is overwritten continues from the keys and values
-  there (`cached_prefixes`).
+  there (`cached_prefixes`), and so do the turns of an episode.
 - With `exact` and a fixed number of threads and slots, a token depends on weights, prompt and seed alone, to the bit.
   For that, every step runs all slots, and prompts are prefilled one at a time. The response of a resumed request is fed
   token by token, in the same shapes in which it was sampled.
@@ -57,6 +57,9 @@ stable."""
 SMALL_STEP_FLOPS = 1e9
 """Number of operations below which a forward pass runs on one thread (without `exact`), because more threads would
 mostly wait."""
+MAX_FED_TOKENS = 32
+"""Number of new tokens up to which the next turn of an episode goes on from the keys and values of the last one. They
+are fed in decode steps that run anyway for other rows, while a prefill would make all of those wait."""
 ADMIT_EVERY_STEPS, ADMIT_SHARE = 8, 1 / 16
 """With CUDA graphs, waiting requests start once `ADMIT_SHARE` of the slots are free, or `ADMIT_EVERY_STEPS` steps after
 requests last started. On a GPU, starting one request takes as long as starting many, several times as long as a
@@ -321,7 +324,9 @@ class Stepper:
         if prefix is None:
             return None
         num_cached = prefix.num_usable(request)
-        if not self.exact and not is_worth_reusing(num_cached, len(request.tokens) - 1 - num_cached):
+        num_missing = len(request.tokens) - 1 - num_cached
+        is_short = request.is_turn and num_missing <= MAX_FED_TOKENS
+        if not self.exact and not is_short and not is_worth_reusing(num_cached, num_missing):
             return None
         self.cached.drop(prefix.slot)
         return prefix
@@ -403,11 +408,12 @@ class Stepper:
         generations = []
         for row, slot in enumerate(slots):
             assert self.version is not None
-            if finish is Finish.ABORT:
-                self._cache(slot, tokens[row])
-            num_tokens, running = self._num_tokens(slot), self.running.pop(slot)
-            running.close_span(num_tokens, self.version)
+            num_tokens, running = self._num_tokens(slot), self.running[slot]
             stopped = int(tokens[row, num_tokens - 1]) in running.request.sampling.stop_token_ids
+            if finish is Finish.ABORT or (running.request.is_turn and stopped):
+                self._cache(slot, tokens[row])
+            del self.running[slot]
+            running.close_span(num_tokens, self.version)
             why = finish or (Finish.STOP if stopped else Finish.LENGTH)
             generations.append(running.generation(tokens[row], logprobs[row], why, self.worker, self.fingerprint))
             self.prefill.prompts.drop(slot)

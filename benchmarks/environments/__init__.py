@@ -1,0 +1,1 @@
+"""Episodes with tools and environments: what waiting, faults, rounds and turns cost, and whether the demos learn."""
