@@ -36,7 +36,7 @@ VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.ready
 VLLM_LOG := $(VLLM)/install.log
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --progress-bar off -c constraints.txt
-WITHOUT_GYM := .[math,data,smollm2,plot,tensorboard,remote,dev]
+WITHOUT_GYM := .[gymnasium,math,data,smollm2,plot,tensorboard,remote,dev]
 FAILED := { tail -n 5 $(LOG) >&2; echo "make: the installation failed; all of its output is in $(LOG)" >&2; exit 1; }
 
 .PHONY: demo test test-full test-ci test-engines test-gpu lint docs bench clean

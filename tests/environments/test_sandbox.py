@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.environments import sandbox
+from offbeat.environments import sandbox, wire
+from offbeat.environments.child import load_part
 from offbeat.environments.sandbox import MAX_OUTPUT_CHARS, MAX_PROCESSES, PythonSandbox, SandboxMissing, check_sandbox
+from offbeat.environments.tools import tools_of
 
 try:
     check_sandbox()
@@ -243,3 +245,11 @@ def test_a_bwrap_that_may_not_make_namespaces_is_told_in_one_line(monkeypatch, t
     with pytest.raises(SandboxMissing, match=r"bwrap cannot make a sandbox here \(No permissions"):
         check_sandbox()
     assert sandbox.INSTALL
+
+
+@sandboxed
+def test_the_entry_python_is_one_tool_of_that_name_which_a_process_of_environments_runs():
+    part = load_part("sums", wire.PartSpec("", {}, ("python",)))
+    assert [tool.name for tool in part.info.tools] == ["python"]
+    (kind,) = part.classes
+    assert [tool.name for tool in tools_of(kind(), "python")] == ["python"]

@@ -92,16 +92,16 @@ class PythonSandbox:
                     await self._start()
                 return await self._run(code)
             except SandboxDied as died:
-                printed = await self.end()
+                printed = await self._end()
                 return f"{printed}error: {died}; the next call begins with a new interpreter"
             except asyncio.CancelledError:
-                await self.end()
+                await self._end()
                 raise
 
     async def close(self) -> None:
-        await self.end()
+        await self._end()
 
-    async def end(self) -> str:
+    async def _end(self) -> str:
         """Ends the interpreter and everything that it has started; returns what it had printed."""
         process, output = self._process, self._output
         self._process = self._output = None

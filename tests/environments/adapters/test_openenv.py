@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import socket
+import subprocess
 
 import pytest
 from aiohttp import WSMsgType, web
@@ -10,14 +13,14 @@ from offbeat.environments.adapters import openenv
 from offbeat.environments.protocol import Done, EpisodeFailed, Reply, Turn
 
 
-async def serve(socket, secrets):
+async def serve(connection, secrets):
     """Guess a number: an observation with a text, a reward and whether it is over."""
     secret = None
 
     async def say(kind, data):
-        await socket.send_str(json.dumps({"type": kind, "data": data}))
+        await connection.send_str(json.dumps({"type": kind, "data": data}))
 
-    async for message in socket:
+    async for message in connection:
         if message.type is not WSMsgType.TEXT:
             return
         asked = json.loads(message.data)
@@ -30,7 +33,7 @@ async def serve(socket, secrets):
             if guess == "die":
                 return
             if guess == "junk":
-                await socket.send_str("]")
+                await connection.send_str("]")
             elif guess == "hang":
                 continue
             elif guess is None:
@@ -52,10 +55,10 @@ def with_server(play):
         secrets = []
 
         async def handle(request):
-            socket = web.WebSocketResponse()
-            await socket.prepare(request)
-            await serve(socket, secrets)
-            return socket
+            connection = web.WebSocketResponse()
+            await connection.prepare(request)
+            await serve(connection, secrets)
+            return connection
 
         app = web.Application()
         app.router.add_get("/ws", handle)
@@ -157,3 +160,79 @@ def test_a_server_that_is_not_there_fails_the_episode():
         await made.close()
 
     asyncio.run(begin())
+
+
+REAL = """
+import sys
+
+import uvicorn
+from openenv.core.env_server.http_server import create_fastapi_app
+from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.types import Action, Observation, State
+
+
+class Say(Action):
+    message: str
+
+
+class Told(Observation):
+    message: str = ""
+
+
+class Guess(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def reset(self, seed=None, episode_id=None, **options):
+        self.secret = (seed or 0) % 10
+        return Told(message="Guess.")
+
+    def step(self, action, timeout_s=None, **options):
+        won = int(action.message) == self.secret
+        return Told(message="yes" if won else "no", reward=1.0 if won else -0.1, done=won)
+
+    @property
+    def state(self):
+        return State()
+
+
+uvicorn.run(create_fastapi_app(Guess, Say, Told, max_concurrent_envs=8), port=int(sys.argv[1]), log_level="warning")
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif("OFFBEAT_OPENENV_PYTHON" not in os.environ, reason="OFFBEAT_OPENENV_PYTHON is not set")
+def test_a_real_server_of_the_package_openenv_until_it_is_killed(tmp_path):
+    file = tmp_path / "server.py"
+    file.write_text(REAL)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen([os.environ["OFFBEAT_OPENENV_PYTHON"], str(file), str(port)])
+    kind = openenv.environment(f"http://127.0.0.1:{port}")
+
+    async def begun():
+        for _ in range(100):
+            made = kind(action_key="message", observation_key="message")
+            try:
+                assert await made.begin({}, 7) == "Guess."
+                return made
+            except EpisodeFailed:
+                await asyncio.sleep(1.0)
+        raise AssertionError("the server has not started")
+
+    async def play():
+        one, other = await begun(), await begun()
+        assert await one.step(turn("3")) == Reply("no", -0.1)
+        assert await one.step(turn("7")) == Done(1.0, {"observation": "yes"})
+        server.kill()
+        server.wait()
+        with pytest.raises(EpisodeFailed, match="at step"):
+            await other.step(turn("7"))
+        await one.close()
+        await other.close()
+
+    try:
+        asyncio.run(play())
+    finally:
+        server.kill()
+        server.wait()
