@@ -194,11 +194,16 @@ class InRounds(Provisioning):
 
 
 def provisioning_of(
-    configured: float | Literal["auto"], max_staleness: int, on_choice: Callable[[Decision], None], *, overlaps: bool
+    configured: float | Literal["auto"],
+    max_staleness: int,
+    on_choice: Callable[[Decision], None],
+    *,
+    overlaps: bool,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Provisioning:
     """Returns the object that holds or chooses a run's over-provision factor. A number in `configured` is the factor.
     With "auto", the factor follows the trainer's idle time if generation overlaps with training, otherwise the measured
     speed of rounds."""
     if configured != "auto":
         return Provisioning(configured)
-    return Overlapped(max_staleness) if overlaps else InRounds(max_staleness, on_choice)
+    return Overlapped(max_staleness) if overlaps else InRounds(max_staleness, on_choice, clock)
