@@ -36,6 +36,8 @@ class WorkerClass:
     """Rate from the coordinator to the site, or to each worker without a site."""
     site_bytes_per_s: float = math.inf
     """Rate from one worker of the site to the others."""
+    fetch_s: float | None = None
+    """Time from a version's publication until the worker has it; None: it follows from the links."""
     spread: float = 0.0
     """Log-normal spread of the workers' speeds: some are stragglers."""
 
@@ -93,6 +95,8 @@ class SimulatedWorker:
         self.seconds: Counter[str] = Counter()
         """Time by state: "busy", or a reason of `Idle`."""
         self.has_failed = False
+        self.spans: list[tuple[str, str, float, float]] | None = None
+        """Where it notes what it did, for a trace; None: nowhere."""
 
     @property
     def version(self) -> int | None:
@@ -118,6 +122,8 @@ class SimulatedWorker:
             state = Idle.CALLS
         if state != self.state:
             self.seconds[self.state] += now_s - self.since_s
+            if self.spans is not None and now_s > self.since_s:
+                self.spans.append((self.name, str(self.state), self.since_s, now_s))
             self.state, self.since_s = state, now_s
 
     def settle(self, now_s: float) -> None:
@@ -126,14 +132,17 @@ class SimulatedWorker:
 
 
 def fetch_times(workers: Sequence[SimulatedWorker], num_bytes: float) -> dict[str, float]:
-    """Returns the seconds from a version's publication until each worker has its bytes, by worker. The workers of a site
-    form the relay tree of a real run: only its head fetches from the coordinator."""
+    """Returns, by worker, the seconds from a version's publication until the worker has its bytes. The workers of a site
+    form the relay tree of a real run, of which only the head fetches from the coordinator."""
     tree, kinds = RelayTree(), {worker.name: worker.kind for worker in workers}
     for worker in workers:
         if worker.kind.site:
             tree.put(RelayNode(worker.name, worker.kind.site))
     times = {}
     for name, kind in kinds.items():
+        if kind.fetch_s is not None:
+            times[name] = kind.fetch_s
+            continue
         if not kind.site:
             times[name] = num_bytes / kind.root_bytes_per_s
             continue

@@ -61,8 +61,8 @@ def _share(normal: np.ndarray) -> np.ndarray:
 
 
 class Lengths:
-    """Draws the lengths of groups, in the order of their ordinals. `shared` is the share of the variance that answers to
-    one prompt have in common. With `no_signal`, that share of groups has equal rewards."""
+    """Draws the lengths of groups, in the order of their ordinals. `shared` is the share of the variance that the
+    answers to one prompt have in common. `no_signal` is the share of groups with equal rewards."""
 
     def __init__(
         self,

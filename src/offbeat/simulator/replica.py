@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from offbeat.simulator.tasks import SimulatedTask
@@ -23,8 +23,8 @@ SAME = 1e-9
 
 @dataclass(frozen=True)
 class EngineSpeed:
-    """Seconds of an engine's work. `step_s` holds the seconds of a decode step by number of rows, without the reading of
-    contexts. With more rows than it has entries, a step takes as long as its last two entries foretell."""
+    """Seconds of an engine's work. `step_s` holds the seconds of a decode step by number of rows, without the reading
+    of contexts. With more rows than it has entries, a step takes as long as its last two entries foretell."""
 
     step_s: tuple[float, ...]
     per_context_token_s: float = 0.0
@@ -65,9 +65,9 @@ class Row:
 
 
 class Replica:
-    """One engine. `capacity_tokens` is the room for keys and values: if the contexts of its rows exceed it, the row that
-    began last is put back and computed again later (preemption). With `keeps_kv`, rows keep their keys and values across
-    a load while these are at most `kv_lag` versions older than the weights."""
+    """One engine. `capacity_tokens` is the room for keys and values. If the contexts of its rows exceed it, the row that
+    began last is put back and computed again later (preemption). With `keeps_kv`, rows keep their keys and values
+    across a load while these are at most `kv_lag` versions older than the weights."""
 
     def __init__(
         self, speed: EngineSpeed, *, capacity_tokens: float = math.inf, keeps_kv: bool = False, kv_lag: int = 0
@@ -281,13 +281,3 @@ class Replica:
                 break
         for version, count in reversed(found):
             task.grow(version, count)
-
-
-def mean_rate(speed: EngineSpeed, rows: int, mean_context: float) -> float:
-    """Returns the tokens per second of an engine that always has `rows` rows with `mean_context` tokens of context each:
-    rows / (seconds of a step)."""
-    return rows / (speed.of(rows) + speed.per_context_token_s * rows * mean_context)
-
-
-def planned_speed(step_s: Sequence[float], **others: float) -> EngineSpeed:
-    return EngineSpeed(tuple(step_s), **others)

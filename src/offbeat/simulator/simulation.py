@@ -227,6 +227,7 @@ class Simulation:
             replica.slowness = float(np.exp(kind.spread * self._random.standard_normal()))
         worker = SimulatedWorker(f"{kind.name}-{number}", kind, replica)
         worker.since_s = self.events.now_s
+        worker.spans = self.spans if self._records_spans else None
         self.workers[worker.name] = worker
         self._total_slots += kind.slots
         self.events.after(0.0, self._pull, worker)
@@ -238,7 +239,9 @@ class Simulation:
         share = self.scenario.coordinator.uplink_bytes_per_s / num_heads
         times = fetch_times(present, self.scenario.weight_bytes)
         for worker in present:
-            worker.fetch_s = max(times[worker.name], self.scenario.weight_bytes / share)
+            worker.fetch_s = times[worker.name]
+            if worker.kind.fetch_s is None:
+                worker.fetch_s = max(worker.fetch_s, self.scenario.weight_bytes / share)
 
     def _happens(self, event: FleetEvent) -> None:
         kind = next(kind for kind in self.scenario.fleet if kind.name == event.workers)
@@ -523,10 +526,9 @@ class Simulation:
     # Submissions and rewards
 
     def _submit(self, what: tuple[SimulatedWorker, int, list[SimulatedTask]]) -> None:
-        worker, life, tasks = what
-        cost_s = self.scenario.coordinator.submit_s
-        if cost_s and tasks:
-            done_s = self._serve(cost_s * len(tasks))
+        cost_s, num_answers = self.scenario.coordinator.submit_s, len(what[2])
+        if cost_s and num_answers:
+            done_s = self._serve(cost_s * num_answers)
             self.events.at(done_s, self._stored, what)
         else:
             self._stored(what)
@@ -627,8 +629,6 @@ class Simulation:
         worker.doing = Doing.LOADING
         self._submit_ended(worker, ended)
         worker.mark(self.events.now_s)
-        if self._records_spans:
-            self.spans.append((worker.name, f"load version {version}", worker.replica.loaded_from_s, worker.replica.now_s))
         self.events.at(worker.replica.now_s, self._loaded, (worker, worker.life))
         worker.due_s = math.inf
         self._schedule(worker)
