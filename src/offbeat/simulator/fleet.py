@@ -132,8 +132,8 @@ class SimulatedWorker:
 
 
 def fetch_times(workers: Sequence[SimulatedWorker], num_bytes: float) -> dict[str, float]:
-    """Returns, by worker, the seconds from a version's publication until the worker has its bytes. The workers of a site
-    form the relay tree of a real run, of which only the head fetches from the coordinator."""
+    """Returns, by worker, the seconds from a version's publication until the worker has its bytes. The workers of a
+    site form the relay tree of a real run, of which only the head fetches from the coordinator."""
     tree, kinds = RelayTree(), {worker.name: worker.kind for worker in workers}
     for worker in workers:
         if worker.kind.site:

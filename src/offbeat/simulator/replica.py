@@ -65,8 +65,8 @@ class Row:
 
 
 class Replica:
-    """One engine. `capacity_tokens` is the room for keys and values. If the contexts of its rows exceed it, the row that
-    began last is put back and computed again later (preemption). With `keeps_kv`, rows keep their keys and values
+    """One engine. `capacity_tokens` is the room for keys and values. If the contexts of its rows exceed it, the row
+    that began last is put back and computed again later (preemption). With `keeps_kv`, rows keep their keys and values
     across a load while these are at most `kv_lag` versions older than the weights."""
 
     def __init__(

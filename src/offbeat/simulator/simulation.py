@@ -102,6 +102,8 @@ class Scenario:
     seed: int = 0
     num_warmup: int = 0
     """Steps that figures leave out."""
+    num_measured: int | None = None
+    """Step after which the simulation stops, although the run goes on; None: it ends with the run."""
     until_s: float = math.inf
 
 
@@ -495,7 +497,7 @@ class Simulation:
         worker.num_running -= len(tasks)
         worker.num_unsent += len(tasks)
         self.events.after(worker.kind.round_trip_s / 2, self._submit, (worker, life, tasks))
-        if worker.fetched is not None and worker.doing is Doing.FREE:
+        if worker.fetched is not None and worker.doing in (Doing.FREE, Doing.TAKING):
             self._load_if_it_may(worker)
         self._pull(worker)
 
@@ -742,7 +744,7 @@ class Simulation:
         self._note_step(batch, wait_s, train_s, self.events.now_s - published_from_s)
         if (took := self._times.committed(batch.step)) is not None:
             self._provisioning.trained(*took)
-        is_last = batch.step + 1 >= self.scenario.ledger.num_steps
+        is_last = batch.step + 1 >= (self.scenario.num_measured or self.scenario.ledger.num_steps)
         if batch.step + 1 == self.scenario.num_warmup:
             self.start = self._snapshot()
         if is_last:
