@@ -15,6 +15,7 @@ import math
 import pstats
 import time
 from dataclasses import dataclass
+from functools import partial
 
 from benchmarks import report
 from benchmarks.common.load import Load
@@ -24,6 +25,7 @@ from offbeat.simulator.memory_ledger import LedgerSettings
 from offbeat.simulator.replica import EngineSpeed, linear
 from offbeat.simulator.simulation import CoordinatorModel, Scenario, Simulation, TrainerModel
 
+say = partial(report.say, "sim_scale")
 NUM_GPUS, TRAINER_GPUS = 10_000, 1_024
 GROUP_SIZE, TRAJECTORIES_PER_STEP = 16, 65_536
 SECONDS_TARGET, STRETCH_S, FLAT_TARGET = 150.0, 60.0, 1.5
@@ -135,7 +137,10 @@ def main() -> None:
     load = Load()
     sizes = [1_000, 3_000] if options.quick else [1_000, 3_000, NUM_GPUS]
     num_steps = 4 if options.quick else NUM_STEPS
-    found = [simulate(size, num_steps) for size in sizes]
+    found = []
+    for size in sizes:
+        found.append(simulate(size, num_steps))
+        say(f"{size:,} GPUs: {found[-1].seconds:.1f} s, {found[-1].us_per_event:.1f} µs an event")
     whole = found[-1]
     bars: dict[str, report.Bar] = {
         "microseconds per event, largest fleet over smallest": report.at_most(

@@ -1,11 +1,11 @@
 """Simulated runs against measured ones: `python -m benchmarks.sim_validation [--quick] [--only PART] [--keep FILE]`.
 
 - paced: real coordinator, ledger, rewards, HTTP and worker loops, with paced engines, in real time. The simulation gets
-  the case's settings, the answer lengths that its engines draw, and three constants, the times of a submission, a
-  lease and a reward, which come from runs that are not validated. Compares samples/s, mean staleness, and how long each worker and
-  the trainer were idle. A case counts where its repeated runs differ by at most 2 %.
-- h200: the two runs recorded in `benchmarks/results/overlap-h200`. Constants come from one of them, the figures of the
-  other are predicted.
+  the case's settings, the answer lengths that its engines draw, and the times of a submission, a lease and a reward,
+  which come from runs that are not validated. Compares samples/s, mean staleness, and how long each worker and the
+  trainer were idle. A case counts where its repeated runs differ by at most 2 %.
+- h200: the two runs recorded in `benchmarks/results/overlap-h200`. Constants come from the first half of
+  each, and the second half is predicted.
 
 `--keep FILE` appends measured runs to a file as lines, and does not repeat those in it. A quick run measures two cases
 once, and decides nothing.

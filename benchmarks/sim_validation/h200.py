@@ -39,7 +39,7 @@ class Halves:
 
     @property
     def rate(self) -> float:
-        """Trained tokens per second of the second half, without steps in which a new size of micro-batch was compiled."""
+        """Trained tokens per second of the second half, without steps that compiled a new size of micro-batch."""
         usual_s = statistics.median(row["time_train_s"] for row in self.second)
         rows = [row for row in self.second if row["time_train_s"] < COMPILED * usual_s]
         return sum(row["tokens"] for row in rows) / sum(row["seconds"] for row in rows)

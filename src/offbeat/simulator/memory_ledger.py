@@ -112,6 +112,10 @@ class MemoryLedger:
         self._waits_for: int | None = None
         self._last_key: tuple[float, int] | None = None
         self._num_no_signal = 0
+        self.by_length: Counter[int] = Counter()
+        self.masked_by_length: Counter[int] = Counter()
+        """Tokens of answers in batches, and those of them that are masked, by the number of bits of the answer's
+        length."""
 
     # Admission
 
@@ -482,7 +486,7 @@ class MemoryLedger:
                 num_answers += 1
                 num_prompt += task.num_prompt_tokens
                 num_square += (task.num_prompt_tokens + task.num_tokens) ** 2
-                oldest = 0
+                oldest, masked_before = 0, num_masked
                 for version, count in task.runs:
                     age = trained_staleness(version, step, bound) if bounded else step - version
                     if age is None:
@@ -492,6 +496,9 @@ class MemoryLedger:
                     num_trained += count
                     oldest = max(oldest, age)
                 num_over += oldest > bound
+                bucket = task.length.bit_length()
+                self.by_length[bucket] += task.num_tokens
+                self.masked_by_length[bucket] += num_masked - masked_before
         taken = {group.id for group in groups}
         self._ready = [entry for entry in self._ready if entry[2].id not in taken]
         self.last_claimed = step

@@ -159,7 +159,6 @@ class Simulation:
         self.rows: list[StepRow] = []
         self.spans: list[tuple[str, str, float, float]] = []
         """Spans of the trace: track, name, start and end."""
-        self.masked_by_length: Counter[tuple[int, bool]] = Counter()
         self.workers: dict[str, SimulatedWorker] = {}
         self.start = self.end = Totals()
         self._records_spans = records_spans
