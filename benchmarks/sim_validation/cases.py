@@ -15,19 +15,19 @@ class Case:
     bound: int = 4
     over_provision: float | str = "auto"
     finishes: bool = False
-    groups_per_step: int = 6
+    groups_per_step: int = 12
     group_size: int = 4
-    slots: int = 6
+    slots: int = 8
     base_s: float = 0.016
     per_row_s: float = 0.0004
     prefill_s: float = 0.0
     load_s: float = 0.1
     median_tokens: float = 60.0
-    sigma: float = 0.8
+    sigma: float = 0.5
     max_tokens: int = 240
     train_s: float = 1.2
-    num_warmup: int = 3
-    num_steps: int = 10
+    num_warmup: int = 2
+    num_steps: int = 9
     seed: int = 0
     fetch_s: dict[int, float] = field(default_factory=dict)
     """Seconds that a worker needs to fetch a version over a slow link, by its number."""
@@ -41,20 +41,20 @@ class Case:
 
 
 CALIBRATION = (
-    Case("calibration, overlap", (1.0, 2.0), seed=91, groups_per_step=5, train_s=1.0, num_steps=8),
-    Case("calibration, alternate", (1.5, 1.0), "alternate", 0, seed=92, groups_per_step=5, num_steps=6),
+    Case("calibration, overlap", (1.0, 2.0), seed=91, groups_per_step=8, num_steps=6),
+    Case("calibration, alternate", (1.5, 1.0), "alternate", 0, seed=92, groups_per_step=8, num_steps=5),
 )
 """Runs from which the constants come; none of them is validated."""
 
 CASES = (
     Case("overlap, two unequal workers", (1.0, 3.0), seed=1),
-    Case("overlap, bound 1, four workers", (1.0, 1.5, 2.0, 3.0), bound=1, groups_per_step=10, train_s=1.0, seed=2),
+    Case("overlap, bound 1, four workers", (1.0, 1.5, 2.0, 3.0), bound=1, groups_per_step=20, train_s=1.0, seed=2),
     Case("overlap, trainer-bound", (2.0, 3.0), train_s=2.2, seed=3),
     Case("alternate, two unequal workers", (1.0, 3.0), "alternate", 0, seed=4),
-    Case("alternate, one worker", (3.0,), "alternate", 0, groups_per_step=4, seed=5),
+    Case("alternate, one worker", (3.0,), "alternate", 0, groups_per_step=8, seed=5),
     Case("rounds, bound 3, three workers", (1.0, 2.0, 3.0), "alternate", 3, 2.0, seed=6, prefill_s=1e-4),
-    Case("rounds, six workers", (1.0, 1.0, 1.5, 2.0, 2.5, 3.0), "alternate", 2, 1.5, groups_per_step=12, seed=7),
-    Case("overlap, a worker killed", (1.0, 2.0, 3.0), killed=(2, 4.0), lease_s=3.0, seed=8, num_steps=12),
-    Case("overlap, a slow link", (2.0, 2.0), fetch_s={1: 2.5}, seed=9, num_steps=12),
+    Case("rounds, six workers", (1.0, 1.0, 1.5, 2.0, 2.5, 3.0), "alternate", 2, 1.5, groups_per_step=24, seed=7),
+    Case("overlap, a worker killed", (1.0, 2.0, 3.0), killed=(1, 6.0), lease_s=3.0, seed=8),
+    Case("overlap, a slow link", (2.0, 2.0), fetch_s={1: 2.5}, seed=9),
     Case("overlap, new versions wait for answers", (1.0, 3.0), finishes=True, seed=10),
 )

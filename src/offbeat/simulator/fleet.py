@@ -79,6 +79,8 @@ class SimulatedWorker:
         """Version that it fetches."""
         self.fetched: int | None = None
         """Version that it has fetched and not loaded."""
+        self.taking: int | None = None
+        """Version that its latest lease call was answered with."""
         self.fetch_s = 0.0
         self.num_running = self.num_unsent = self.num_leased = 0
         self.round: int | None = None

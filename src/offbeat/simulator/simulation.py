@@ -380,7 +380,7 @@ class Simulation:
         wanted = self.ledger.wanted_version()
         if wanted is not None and wanted != worker.version:
             done_s = self._serve(self.scenario.coordinator.lease_s)
-            worker.doing = Doing.TAKING
+            worker.doing, worker.taking = Doing.TAKING, wanted
             worker.mark(self.events.now_s)
             self.events.at(done_s + worker.kind.round_trip_s / 2, self._take, (worker, worker.life))
             return True
@@ -594,13 +594,14 @@ class Simulation:
         worker, life = what
         if worker.life != life:
             return
-        if worker.fetched is not None:
+        if worker.fetched == worker.taking:
             self._load_if_it_may(worker)
         elif worker.fetching is None:
             self._fetch(worker, 0.0)
 
     def _fetch(self, worker: SimulatedWorker, after_s: float) -> None:
-        wanted = self.ledger.newest if self.scenario.overlap else self.ledger.wanted_version()
+        wanted = worker.taking if worker.doing is Doing.TAKING else self.ledger.newest
+        assert wanted is not None
         worker.fetching = wanted
         self.events.after(after_s + worker.fetch_s, self._fetched, (worker, worker.life, wanted))
 
@@ -610,6 +611,10 @@ class Simulation:
             return
         worker.fetching, worker.fetched = None, version
         if worker.doing is Doing.LEAVING:
+            return
+        if worker.doing is Doing.TAKING and version != worker.taking:
+            worker.fetched = None  # its lease call named a newer one, which it fetches before it asks again
+            self._fetch(worker, 0.0)
             return
         if worker.doing is Doing.PARKED:
             del self._parked[worker.name]
