@@ -18,14 +18,14 @@ class Case:
     groups_per_step: int = 12
     group_size: int = 4
     slots: int = 8
-    base_s: float = 0.016
-    per_row_s: float = 0.0004
+    base_s: float = 0.048
+    per_row_s: float = 0.0012
     prefill_s: float = 0.0
-    load_s: float = 0.1
+    load_s: float = 0.3
     median_tokens: float = 60.0
     sigma: float = 0.5
     max_tokens: int = 240
-    train_s: float = 1.2
+    train_s: float = 3.6
     num_warmup: int = 2
     num_steps: int = 9
     seed: int = 0
@@ -48,13 +48,13 @@ CALIBRATION = (
 
 CASES = (
     Case("overlap, two unequal workers", (1.0, 3.0), seed=1),
-    Case("overlap, bound 1, four workers", (1.0, 1.5, 2.0, 3.0), bound=1, groups_per_step=20, train_s=1.0, seed=2),
-    Case("overlap, trainer-bound", (2.0, 3.0), train_s=2.2, seed=3),
+    Case("overlap, bound 1, four workers", (1.0, 1.5, 2.0, 3.0), bound=1, groups_per_step=20, train_s=3.0, seed=2),
+    Case("overlap, trainer-bound", (2.0, 3.0), train_s=6.6, seed=3),
     Case("alternate, two unequal workers", (1.0, 3.0), "alternate", 0, seed=4),
     Case("alternate, one worker", (3.0,), "alternate", 0, groups_per_step=8, seed=5),
-    Case("rounds, bound 3, three workers", (1.0, 2.0, 3.0), "alternate", 3, 2.0, seed=6, prefill_s=1e-4),
+    Case("rounds, bound 3, three workers", (1.0, 2.0, 3.0), "alternate", 3, 2.0, seed=6, prefill_s=3e-4),
     Case("rounds, six workers", (1.0, 1.0, 1.5, 2.0, 2.5, 3.0), "alternate", 2, 1.5, groups_per_step=24, seed=7),
-    Case("overlap, a worker killed", (1.0, 2.0, 3.0), killed=(1, 6.0), lease_s=3.0, seed=8),
-    Case("overlap, a slow link", (2.0, 2.0), fetch_s={1: 2.5}, seed=9),
+    Case("overlap, a worker killed", (1.0, 2.0, 3.0), killed=(1, 18.0), lease_s=9.0, seed=8),
+    Case("overlap, a slow link", (2.0, 2.0), fetch_s={1: 7.5}, seed=9),
     Case("overlap, new versions wait for answers", (1.0, 3.0), finishes=True, seed=10),
 )

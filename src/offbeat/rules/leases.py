@@ -283,7 +283,8 @@ def choose_tasks(
     """Returns up to `count` of a group's open tasks, given in the order of members, for a worker that serves `version`.
     Skips tasks whose partial has tokens of a newer version, and, with `skips_failed`, tasks whose last attempt this
     worker failed. Unless the worker `is_alone`, tasks whose partial came from another worker come last."""
-    own, others = [], []
+    own: list[int] = []
+    others: list[int] = []
     for task, last_version, partial_of, failed_by in tasks:
         if last_version is not None and (version is None or last_version > version):
             continue

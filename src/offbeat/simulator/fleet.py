@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -94,7 +94,7 @@ class SimulatedWorker:
         self.is_present = True
         self.state: str = Idle.CALLS
         self.since_s = 0.0
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         """Time by state: "busy", or a reason of `Idle`."""
         self.has_failed = False
         self.spans: list[tuple[str, str, float, float]] | None = None

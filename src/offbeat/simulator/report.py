@@ -61,7 +61,7 @@ def figures(simulation: Simulation) -> dict[str, Any]:
 
 
 def _difference(end: Totals, start: Totals, name: str) -> dict[str, float]:
-    before = start.seconds.get(name, {})
+    before: Mapping[str, float] = start.seconds.get(name, {})
     return {str(state): end.seconds[name][state] - before.get(state, 0.0) for state in STATES}
 
 

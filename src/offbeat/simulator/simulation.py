@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -142,9 +142,9 @@ class Totals:
     num_steps: int = 0
     by_staleness: Counter[int] = field(default_factory=Counter)
     wasted: Counter[str] = field(default_factory=Counter)
-    seconds: dict[str, Counter[str]] = field(default_factory=dict)
+    seconds: dict[str, defaultdict[str, float]] = field(default_factory=dict)
     """Time by state, by class of workers."""
-    trainer: Counter[str] = field(default_factory=Counter)
+    trainer: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     dollars: float = 0.0
     num_leases: int = 0
     coordinator_busy_s: float = 0.0
@@ -811,11 +811,12 @@ class Simulation:
         now_s = self.events.now_s
         self._totals.trainer[self._trainer_state] += now_s - self._trainer_since_s
         self._trainer_since_s = now_s
-        seconds: dict[str, Counter[str]] = {kind.name: Counter() for kind in self.scenario.fleet}
+        seconds = {kind.name: defaultdict[str, float](float) for kind in self.scenario.fleet}
         dollars = self.scenario.trainer.accelerators * self.scenario.trainer.price_per_h * now_s / 3600
         for worker in self.workers.values():
             worker.settle(now_s)
-            seconds[worker.kind.name].update(worker.seconds)
+            for state, spent_s in worker.seconds.items():
+                seconds[worker.kind.name][state] += spent_s
             paid_s = sum(worker.seconds.values()) - worker.seconds["gone"]
             dollars += worker.kind.accelerators * worker.kind.price_per_h * paid_s / 3600
         replicas = [worker.replica for worker in self.workers.values()]
@@ -828,6 +829,6 @@ class Simulation:
             by_staleness=Counter(self._totals.by_staleness),
             wasted=Counter(self.ledger.sums.wasted),
             seconds=seconds,
-            trainer=Counter(self._totals.trainer),
+            trainer=defaultdict(float, self._totals.trainer),
             dollars=dollars,
         )
