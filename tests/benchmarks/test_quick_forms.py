@@ -97,6 +97,34 @@ REWARD_OVER_SECONDS = {
     "area over samples, over alternate's": 0.95,
 }
 BARS |= {"one_gpu": ONE_GPU, "overlap": OVERLAP, "reward_over_seconds": REWARD_OVER_SECONDS}
+SIM_SCALE = {
+    "seconds for 20 steps of 65,536 trajectories on 10,000 GPUs": 150.0,
+    "the same, stretch": 60.0,
+    "sequences in flight per replica": 16,
+}
+SIM_VALIDATION = {
+    "samples/s, largest error where repeats differ by at most 2 %": 0.05,
+    "cases whose repeats differ by at most 2 %": 8,
+}
+STALENESS_RULE = {
+    "our trained answers over the bound": 0,
+    "their share of trained answers over the bound, largest": 1e-9,
+}
+BARS |= {
+    "sim_scale": {"microseconds per event, largest fleet over smallest": 1.5, **SIM_SCALE},
+    "sim_validation": {
+        **SIM_VALIDATION,
+        "mean staleness, largest error": 0.3,
+        "idle share, largest error": 0.1,
+        "busy share of the cores, largest": 0.5,
+        "H200, trained tokens/s, largest error": 0.15,
+    },
+    "staleness_rule": {
+        **STALENESS_RULE,
+        "our trained tokens/s over theirs within the bound, smallest": 1.0,
+        "over all of theirs at bounds of 2 and more, smallest": 0.98,
+    },
+}
 ARCHITECTURES = {
     "architectures attempted": 120,
     "disagreements": 0,
@@ -104,6 +132,9 @@ ARCHITECTURES = {
     "tracebacks": 0,
 }
 DECIDES_NOTHING = {
+    "sim_scale": list(SIM_SCALE),
+    "sim_validation": list(SIM_VALIDATION),
+    "staleness_rule": ["over all of theirs at bounds of 2 and more, smallest"],
     "architectures": ["architectures attempted", "share refused of those built"],
     "partial": list(PARTIAL),
     "partial_learning": list(LEARNING),
