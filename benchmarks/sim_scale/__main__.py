@@ -90,7 +90,7 @@ def simulation_of(num_gpus: int, num_steps: int, seed: int = 0) -> Simulation:
         TrainerModel(fixed_s=5.0, token_s=2.0e-7 * NUM_GPUS / num_gpus, publish_s=3.0, accelerators=TRAINER_GPUS),
         CoordinatorModel(lease_s=0.0, submit_s=0.0, reward_s=0.2, reward_slots=max(1, num_gpus // 4)),
         overlap=True,
-        over_provision=3.0,
+        over_provision=5.0,
         weight_bytes=2e9,
         seed=seed,
     )

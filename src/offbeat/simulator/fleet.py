@@ -96,7 +96,6 @@ class SimulatedWorker:
         self.since_s = 0.0
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """Time by state: "busy", or a reason of `Idle`."""
-        self.has_failed = False
         self.spans: list[tuple[str, str, float, float]] | None = None
         """Where it notes what it did, for a trace; None: nowhere."""
 

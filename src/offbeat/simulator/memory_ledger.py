@@ -43,6 +43,12 @@ from offbeat.simulator.lengths import Lengths
 from offbeat.simulator.tasks import SimulatedGroup, SimulatedTask, TaskPhase
 
 
+ASKED_PER_BATCH = 128
+"""While a batch waits for a group, the rules are asked again when this group ends, and whenever so small a share of a
+batch has become ready that is older than the youngest group to be taken. Only such groups can change the answer, and
+for batches of up to this many groups each of them is a reason to ask."""
+
+
 @dataclass(frozen=True)
 class LedgerSettings:
     groups_per_step: int
@@ -111,7 +117,7 @@ class MemoryLedger:
         self._ask_again = True
         self._waits_for: int | None = None
         self._last_key: tuple[float, int] | None = None
-        self._num_no_signal = 0
+        self._num_no_signal = self._num_older = 0
         self.by_length: Counter[int] = Counter()
         self.masked_by_length: Counter[int] = Counter()
         """Tokens of answers in batches, and those of them that are masked, by the number of bits of the answer's
@@ -169,9 +175,7 @@ class MemoryLedger:
                 return self.newest if required is None else required
         return self.newest
 
-    def lease(
-        self, worker: str, capacity: int, version: int | None, total_slots: int, *, skips_failed: bool = False
-    ) -> list[SimulatedTask]:
+    def lease(self, worker: str, capacity: int, version: int | None, total_slots: int) -> list[SimulatedTask]:
         if capacity <= 0 or version is None or not self.num_open:
             return []
         if self.settings.in_rounds and self.claimed is not None:
@@ -181,7 +185,7 @@ class MemoryLedger:
         held = self._held[worker]
         is_alone = total_slots <= capacity
         num_near = NUM_NEAR + capacity
-        view = _View(self, worker, version, is_alone, skips_failed)
+        view = _View(self, worker, version, is_alone)
         near = view.first(num_near)
         losses: Counter[int] = Counter()
         if self.suspects:
@@ -192,7 +196,7 @@ class MemoryLedger:
         leased: list[SimulatedTask] = []
         for number, count in choose_groups(near, requester, view, is_all=len(near) < num_near):
             group = self._unfinished[number]
-            leased += self._lease_tasks(group, worker, count, version, is_alone=is_alone, skips_failed=skips_failed)
+            leased += self._lease_tasks(group, worker, count, version, is_alone=is_alone)
         return leased
 
     def _lease_in_order(self, worker: str, capacity: int, version: int | None) -> list[SimulatedTask]:
@@ -200,7 +204,7 @@ class MemoryLedger:
         while len(leased) < capacity and (queue := self._partly_open or self._wholly_open):
             count = capacity - len(leased)
             group = queue[0][2]
-            found = self._lease_tasks(group, worker, count, version, is_alone=True, skips_failed=False)
+            found = self._lease_tasks(group, worker, count, version, is_alone=True)
             assert found, "this is a bug: a group with open tasks gave none"
             leased += found
         return leased
@@ -213,15 +217,14 @@ class MemoryLedger:
         version: int | None,
         *,
         is_alone: bool,
-        skips_failed: bool,
     ) -> list[SimulatedTask]:
         open_tasks = [task for task in group.tasks if task.phase is TaskPhase.OPEN]
         if group.first_step is None or self.baseline.leases_in_order:
             chosen = open_tasks[:count]
         else:
             by_id = {task.id: task for task in open_tasks}
-            records = [OpenTask(task.id, task.last_version, task.partial_of, task.failed_by) for task in open_tasks]
-            ids = choose_tasks(records, count, worker, version, is_alone=is_alone, skips_failed=skips_failed)
+            records = [OpenTask(task.id, task.last_version, task.partial_of) for task in open_tasks]
+            ids = choose_tasks(records, count, worker, version, is_alone=is_alone, skips_failed=False)
             chosen = [by_id[number] for number in ids]
         if not chosen:
             return []
@@ -244,7 +247,7 @@ class MemoryLedger:
                     del self._begun[group.first_step]
             if step is not None:
                 self._begun[step] += 1
-        group.first_step = step
+        group.first_step, group.candidate = step, None
 
     def _count_open(self, group: SimulatedGroup, change: int) -> None:
         """Changes the number of a group's open tasks, and its place among the open groups."""
@@ -302,7 +305,6 @@ class MemoryLedger:
     def fail(self, task: SimulatedTask) -> None:
         """Counts a failed attempt."""
         task.num_failures += 1
-        task.failed_by = task.worker
         if not ends_task(task.num_failures, self.settings.max_attempts):
             return
         if task.phase is TaskPhase.OPEN:
@@ -365,11 +367,14 @@ class MemoryLedger:
             self._drop(group, "no signal")
             return True
         del self._unfinished[group.id]
-        group.phase, group.ready_s = "ready", self._clock()
+        group.phase, group.ready_s, group.candidate = "ready", self._clock(), None
         key = self._key(group)
         insort(self._ready, (*key, group), key=lambda entry: entry[:2])
-        if self._waits_for == group.id or self._last_key is None or key < self._last_key:
+        if self._waits_for == group.id or self._last_key is None:
             self._ask_again = True
+        elif key < self._last_key:
+            self._num_older += 1
+            self._ask_again |= self._num_older * ASKED_PER_BATCH >= settings.groups_per_step
         return True
 
     def _key(self, group: SimulatedGroup) -> tuple[float, int]:
@@ -436,11 +441,8 @@ class MemoryLedger:
                     num_fresh += 1
                 first_ones.append(group)
             last_ready[:] = first_ones
-            unfinished = [
-                Candidate(group.id, group.ordinal, False, group.require_step, group.first_step)
-                for group in self._unfinished.values()
-            ]
-            return [*unfinished, *(self._candidate(group) for group in first_ones)]
+            unfinished = [group.candidate or self._candidate(group) for group in self._unfinished.values()]
+            return [*unfinished, *(group.candidate or self._candidate(group) for group in first_ones)]
 
         def drop(stale: Sequence[int]) -> None:
             for number in stale:
@@ -455,7 +457,7 @@ class MemoryLedger:
         for group in again:
             self._new_group(group.ordinal, like=group)
         if not selection.take:
-            self._ask_again = bool(again)
+            self._ask_again, self._num_older = bool(again), 0
             self._waits_for = selection.waits_for
             by_key = [self._key(group) for group in last_ready[: settings.groups_per_step]]
             self._last_key = by_key[-1] if len(by_key) == settings.groups_per_step else None
@@ -464,13 +466,15 @@ class MemoryLedger:
         return self._take(step, [by_id[number] for number in selection.take], bounded=True)
 
     def _candidate(self, group: SimulatedGroup) -> Candidate:
+        is_ready = group.phase == "ready"
         runs: dict[int, int] = {}
-        for task in group.tasks:
+        for task in group.tasks if is_ready else ():
             if task.phase is TaskPhase.ENDED:
                 for version, count in task.runs:
                     runs[version] = runs.get(version, 0) + count
         found = tuple(VersionRun(count, version) for version, count in runs.items())
-        return Candidate(group.id, group.ordinal, True, group.require_step, group.first_step, found)
+        group.candidate = Candidate(group.id, group.ordinal, is_ready, group.require_step, group.first_step, found)
+        return group.candidate
 
     def _take(self, step: int, groups: Sequence[SimulatedGroup], *, bounded: bool) -> SimulatedBatch:
         bound = self.settings.max_staleness
@@ -547,16 +551,16 @@ class MemoryLedger:
 class _View:
     """The open groups as one worker sees them."""
 
-    def __init__(self, ledger: MemoryLedger, worker: str, version: int | None, is_alone: bool, skips_failed: bool):
+    def __init__(self, ledger: MemoryLedger, worker: str, version: int | None, is_alone: bool):
         self._ledger, self._worker, self._version = ledger, worker, version
-        self._is_alone, self._skips_failed = is_alone, skips_failed
+        self._is_alone = is_alone
 
     def first(self, count: int) -> list[OpenGroup]:
         ledger = self._ledger
         found = [self._record(entry[2]) for entry in ledger._partly_open[:count]]
         if len(found) < count:
             found += [self._record(entry[2]) for entry in ledger._wholly_open[: count - len(found)]]
-        return [group for group in found if group.num_open] if self._skips_failed else found
+        return found
 
     def all(self) -> list[OpenGroup]:
         return self.first(len(self._ledger._unfinished))
@@ -568,7 +572,7 @@ class _View:
         return self._ledger.num_begin(self._version)
 
     def _record(self, group: SimulatedGroup) -> OpenGroup:
-        num_losses, is_away, num_open = 0, False, group.num_open
+        num_losses, is_away = 0, False
         if group.first_step is not None:
             has_partial = has_own = False
             for task in group.tasks:
@@ -576,14 +580,13 @@ class _View:
                     num_losses = max(num_losses, task.num_losses)
                     has_partial |= task.partial_of is not None
                     has_own |= task.partial_of == self._worker
-                    num_open -= self._skips_failed and task.failed_by == self._worker
             is_away = has_partial and not has_own and not self._is_alone
         return OpenGroup(
             group.id,
             group.ordinal,
             False,
             group.size,
-            num_open,
+            group.num_open,
             group.require_version,
             num_losses,
             group.first_step,

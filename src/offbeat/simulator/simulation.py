@@ -397,9 +397,7 @@ class Simulation:
         if self.scenario.round_robin:
             share = self.ledger.num_drawn * self.ledger.group_size / len(self.workers)
             capacity = min(capacity, math.ceil(share) - worker.num_leased)
-        tasks = self.ledger.lease(
-            worker.name, capacity, worker.version, self._total_slots, skips_failed=worker.has_failed
-        )
+        tasks = self.ledger.lease(worker.name, capacity, worker.version, self._total_slots)
         if tasks:
             worker.num_leased += len(tasks)
             self._totals.num_leases += 1
@@ -454,7 +452,7 @@ class Simulation:
         refused: set[int | None] = set()
         for name in list(self._parked):
             worker = self.workers[name]
-            if worker.version in refused and not worker.has_failed:
+            if worker.version in refused:
                 continue
             del self._parked[name]
             worker.doing = Doing.CALLING
@@ -627,8 +625,6 @@ class Simulation:
         if version is None or worker.doing is Doing.LOADING:
             return
         if self.scenario.finishes and worker.num_running:
-            if self.ledger.newest is not None:
-                worker.fetched = version
             return
         worker.fetched = None
         ended = worker.replica.load(version, self.events.now_s)

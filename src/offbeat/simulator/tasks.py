@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from offbeat.rules.groups import Candidate
+
 
 class TaskPhase(StrEnum):
     OPEN = "open"
@@ -17,7 +19,6 @@ class SimulatedTask:
     """A task. `runs` holds the number of tokens of its answer by version, oldest first."""
 
     __slots__ = (
-        "failed_by",
         "fence",
         "group",
         "id",
@@ -46,7 +47,6 @@ class SimulatedTask:
         self.partial_of: str | None = None
         """Worker that handed back the partial answer; None: there is none."""
         self.num_losses = self.num_failures = 0
-        self.failed_by: str | None = None
 
     @property
     def num_left(self) -> int:
@@ -80,6 +80,7 @@ class SimulatedTask:
 
 class SimulatedGroup:
     __slots__ = (
+        "candidate",
         "first_step",
         "id",
         "num_failed",
@@ -108,3 +109,5 @@ class SimulatedGroup:
         self.require_version: int | None = None
         self.require_step: int | None = None
         self.ready_s = 0.0
+        self.candidate: Candidate | None = None
+        """What a claim sees of the group; None: it has changed since it was last asked for."""
