@@ -42,7 +42,6 @@ from offbeat.simulator.baselines import Baseline
 from offbeat.simulator.lengths import Lengths
 from offbeat.simulator.tasks import SimulatedGroup, SimulatedTask, TaskPhase
 
-
 ASKED_PER_BATCH = 128
 """While a batch waits for a group, the rules are asked again when this group ends, and whenever so small a share of a
 batch has become ready that is older than the youngest group to be taken. Only such groups can change the answer, and
@@ -247,12 +246,13 @@ class MemoryLedger:
                     del self._begun[group.first_step]
             if step is not None:
                 self._begun[step] += 1
-        group.first_step, group.candidate = step, None
+        group.first_step = step
+        group.candidate = group.record = None
 
     def _count_open(self, group: SimulatedGroup, change: int) -> None:
         """Changes the number of a group's open tasks, and its place among the open groups."""
         before, after = group.num_open, group.num_open + change
-        group.num_open = after
+        group.num_open, group.record = after, None
         self.num_open += change
         old = self._queue(group, before)
         new = self._queue(group, after)
@@ -297,6 +297,7 @@ class MemoryLedger:
                 continue
             self.sums.wasted["worker lost"] += task.cut(task.num_kept)
             task.num_losses += 1
+            task.group.is_plain = False
             self.suspects.add(task.id)
             if task.id == blamed:
                 self.fail(task)
@@ -332,6 +333,7 @@ class MemoryLedger:
         task.num_kept = task.num_tokens
         if task.num_left:
             task.partial_of = worker
+            task.group.is_plain = False
             task.phase = TaskPhase.OPEN
             self._count_open(task.group, 1)
             return "partial"
@@ -572,8 +574,10 @@ class _View:
         return self._ledger.num_begin(self._version)
 
     def _record(self, group: SimulatedGroup) -> OpenGroup:
+        if group.is_plain and group.record is not None:
+            return group.record
         num_losses, is_away = 0, False
-        if group.first_step is not None:
+        if not group.is_plain:
             has_partial = has_own = False
             for task in group.tasks:
                 if task.phase is TaskPhase.OPEN:
@@ -581,7 +585,7 @@ class _View:
                     has_partial |= task.partial_of is not None
                     has_own |= task.partial_of == self._worker
             is_away = has_partial and not has_own and not self._is_alone
-        return OpenGroup(
+        group.record = OpenGroup(
             group.id,
             group.ordinal,
             False,
@@ -592,3 +596,4 @@ class _View:
             group.first_step,
             is_away,
         )
+        return group.record

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from offbeat.rules.groups import Candidate
+from offbeat.rules.leases import OpenGroup
 
 
 class TaskPhase(StrEnum):
@@ -83,12 +84,14 @@ class SimulatedGroup:
         "candidate",
         "first_step",
         "id",
+        "is_plain",
         "num_failed",
         "num_open",
         "num_scored",
         "ordinal",
         "phase",
         "ready_s",
+        "record",
         "require_step",
         "require_version",
         "retry",
@@ -109,5 +112,9 @@ class SimulatedGroup:
         self.require_version: int | None = None
         self.require_step: int | None = None
         self.ready_s = 0.0
+        self.is_plain = True
+        """Whether none of its tasks was ever lost or handed back unfinished: then all workers see the same of it."""
+        self.record: OpenGroup | None = None
+        """What a lease call sees of the group while it is plain; None: it has changed since it was last asked for."""
         self.candidate: Candidate | None = None
         """What a claim sees of the group; None: it has changed since it was last asked for."""
