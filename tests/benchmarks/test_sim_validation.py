@@ -63,6 +63,7 @@ def simulated_times(case: Case) -> list[float]:
     return [row.at_s - row.publish_s - row.train_s for row in simulation.rows]
 
 
+@pytest.mark.full
 def test_a_run_with_one_worker_is_simulated_to_the_hundredth_of_a_second(tmp_path):
     case = replace(BY_NAME["alternate, one worker"], num_steps=4)
     assert simulated_times(case) == pytest.approx(in_modelled_time(_times(case, tmp_path)), abs=0.01)
