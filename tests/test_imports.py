@@ -46,7 +46,7 @@ KNOWS: dict[str, set[str]] = {
     "config": set(),
     "rules": {"trajectory"},
     "planner": {"config", "rules"},
-    "simulator": {"config", "rules", "planner", "trajectory"},
+    "simulator": {"config", "rules", "planner", "trajectory", "weights.relay_tree"},
     "model": set(),
     "weights": {"model"},
     "ledger": {"trajectory", "rules", "weights.version"},

@@ -137,6 +137,34 @@ PAGE = {
     "the demo as one file (MB)": 3.0,
 }
 BARS |= {"page": PAGE}
+SIM_SCALE = {
+    "seconds for 20 steps of 65,536 trajectories on 10,000 GPUs": 150.0,
+    "the same, stretch": 60.0,
+    "sequences in flight per replica": 16,
+}
+SIM_VALIDATION = {
+    "samples/s, largest error where repeats differ by at most 2 %": 0.05,
+    "cases whose repeats differ by at most 2 %": 8,
+}
+STALENESS_RULE = {
+    "our trained answers over the bound": 0,
+    "their share of trained answers over the bound, largest": 1e-9,
+}
+BARS |= {
+    "sim_scale": {"microseconds per event, largest fleet over smallest": 1.5, **SIM_SCALE},
+    "sim_validation": {
+        **SIM_VALIDATION,
+        "mean staleness, largest error": 0.3,
+        "idle share, largest error": 0.1,
+        "busy share of the cores, largest": 0.5,
+        "H200, trained tokens/s, largest error": 0.15,
+    },
+    "staleness_rule": {
+        **STALENESS_RULE,
+        "our trained tokens/s over theirs within the bound, smallest": 1.0,
+        "over all of theirs at bounds of 2 and more, smallest": 0.98,
+    },
+}
 ARCHITECTURES = {
     "architectures attempted": 120,
     "disagreements": 0,
@@ -155,6 +183,9 @@ RANKS |= {"ranks-speed": 1.6, "ranks-trl": 1.5, "publish-speed, digests equal": 
 BARS |= {"ranks": RANKS}
 DECIDES_NOTHING = {
     "ranks": ["ranks-trl", *RANKS_WITH_A_GPU],
+    "sim_scale": list(SIM_SCALE),
+    "sim_validation": list(SIM_VALIDATION),
+    "staleness_rule": ["over all of theirs at bounds of 2 and more, smallest"],
     "architectures": ["architectures attempted", "share refused of those built"],
     "partial": list(PARTIAL),
     "partial_learning": list(LEARNING),

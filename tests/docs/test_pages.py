@@ -104,6 +104,17 @@ def test_a_command_on_a_page_works(page: Path, command: str, reader: Reader):
             assert reader.succeed("check-loss", function).endswith("everything holds\n")
         case ["offbeat", "calibrate" | "plan", *words] if "constants.json" in words or "--measure" in words:
             pass  # test_planning_page runs them one after the other
+        case ["offbeat", "simulate", "--replay", "runs/NAME", *words]:
+            assert reader.run.is_dir()
+            assert "samples trained" in reader.succeed("simulate", "--replay", "runs/NAME", *words)
+        case ["offbeat", "simulate", file, "--plan", "plan.json"]:
+            files = [
+                f"examples/planning/{name}_hex_{size}.toml" for name, size in (("cluster", 56), ("workload", "7b"))
+            ]
+            (reader.folder / "plan.json").write_text(reader.succeed("plan", *files, "--json"))
+            assert "samples trained" in reader.succeed("simulate", file, "--plan", "plan.json")
+        case ["offbeat", "simulate", "examples/planning/simulate.toml"]:
+            assert reader.succeed("simulate", "examples/planning/simulate.toml") == blocks(page, "")[0]
         case ["offbeat", "plan", *words, ">", "plan.json"]:
             assert reader.succeed("plan", *words).startswith("{")
         case ["offbeat", "plan", *files, "--verify", "plan.json"]:

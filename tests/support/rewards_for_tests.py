@@ -88,7 +88,7 @@ async def obey_async(response):
 
 
 def everything(**kwargs):
-    return {name: float((value if isinstance(value, int) else len(value))) for name, value in kwargs.items()}
+    return {name: float(value if isinstance(value, int) else len(value)) for name, value in kwargs.items()}
 
 
 def judge_without_asking(response, solution):

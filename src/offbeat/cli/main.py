@@ -37,6 +37,7 @@ COMMANDS = {
     "trainer": "train for a run that is coordinated elsewhere",
     "worker": "generate for a run; or issue join tokens to workers, list them, revoke them",
     "plan": "choose machines for a workload: which to rent, which train and which generate",
+    "simulate": "simulate a run: what a fleet, a plan or a finished run would do, and what if",
     "calibrate": "measure a machine, or fit the planner's cost model to measurements",
     "eval": "score a model on held-out prompts",
     "export": "write a run's model as a Hugging Face folder",

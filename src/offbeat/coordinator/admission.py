@@ -3,20 +3,16 @@
 The next draw depends only on the ledger's cursor (position in the data), so a restart neither skips nor repeats a
 problem. A prompt that cannot be used, for example because it is too long, is left out; the others keep their order.
 
-The over-provision factor is the ratio of groups in flight (drawn, but not yet trained or dropped) to groups that a step
-trains. If it is configured as "auto", it may change at every published version. If generation overlaps with training,
-`Overlapped` chooses it; if generation stops once a batch is complete (rounds), `InRounds` does. The factor is not
-stored, so a restart chooses it afresh.
+How many groups are in flight follows from the over-provision factor (`offbeat.rules.over_provision`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -26,9 +22,8 @@ from offbeat.errors import RunStopped
 from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Cursor, DrawCursor, NewGroup, Purpose, derive_seed
 from offbeat.rules.groups import AdmissionTarget, admit
-from offbeat.rules.over_provision import Decision, OverProvision
 from offbeat.testing.crash_points import crash_here
-from offbeat.trajectory import Sampling, Task, Trajectory
+from offbeat.trajectory import Sampling
 from offbeat.weights.version import Version
 
 
@@ -220,140 +215,3 @@ class Drawing:
             groups = await asyncio.to_thread(self.issuer.held_out, version.number)
             await self._call(self.ledger.admit, groups)
             crash_here("evaluation-admitted")
-
-
-MAX_STILL = 0.05
-"""Share of a step's time for which the trainer may be idle; if it is idle for longer, `Depth.steps` rises by one."""
-FIRST_PATIENCE, MAX_PATIENCE = 4, 128
-"""First and largest value of the patience: the number of steps with a busy trainer after which `Depth.steps` falls by
-one. The patience doubles whenever a fall turns out to be too early."""
-
-
-class Depth:
-    """Chooses the depth: by how many steps of work the workers should be ahead of the trainer. It is at most
-    `max_staleness`, and as small as keeps the trainer busy, so that tokens are as fresh as possible.
-
-    The depth rises by one when the trainer was idle for more than `MAX_STILL` of a step's time. It falls by one after
-    several steps in which the trainer was busy. If it then has to rise again, the next fall takes twice as many steps,
-    up to `MAX_PATIENCE`. Call `trained` after every step; `steps` is then the depth for the next step.
-    """
-
-    def __init__(self, max_staleness: int):
-        self.max_staleness, self.steps = max_staleness, min(1, max_staleness)
-        self._patience, self._num_calm, self._is_trial = FIRST_PATIENCE, 0, False
-
-    def trained(self, still_s: float, step_s: float) -> None:
-        """Records a step that took `step_s` seconds, including `still_s` seconds in which the trainer waited for its
-        batch."""
-        if still_s > MAX_STILL * step_s:
-            if self._is_trial:
-                self._patience = min(2 * self._patience, MAX_PATIENCE)
-            self.steps = min(self.steps + 1, self.max_staleness)
-            self._num_calm, self._is_trial = 0, False
-            return
-        self._num_calm += 1
-        if self._num_calm >= self._patience and self.steps > 1:
-            self.steps -= 1
-            self._num_calm, self._is_trial = 0, True
-
-
-class Provisioning:
-    """Holds a constant over-provision factor (groups in flight divided by groups that a step trains). Subclasses change
-    the factor when one of the methods below is called."""
-
-    def __init__(self, factor: float):
-        self._factor = factor
-
-    def factor(self) -> float:
-        return self._factor
-
-    def handed_out(self, tasks: Sequence[Task]) -> None:
-        """Called when a worker has leased tasks."""
-
-    def submitted(self, trajectory: Trajectory) -> None:
-        """Called when a trajectory, whole or partial, has been stored."""
-
-    def began(self, num_slots: int) -> None:
-        """Called when a version is published: the work on the batch that is trained from this version begins. All
-        workers together can generate `num_slots` answers at once."""
-
-    def trained(self, still_s: float, step_s: float) -> None:
-        """Called after a step that took `step_s` seconds, including `still_s` seconds in which the trainer waited for
-        its batch."""
-
-    def figures(self) -> dict[str, float]:
-        """Returns figures to add to the metrics row of a training step."""
-        return {"over_provision": self._factor}
-
-
-class Overlapped(Provisioning):
-    """Chooses the over-provision factor if generation overlaps with training: 1 plus the number of steps by which
-    workers should be ahead of the trainer (`Depth`)."""
-
-    def __init__(self, max_staleness: int):
-        self._depth = Depth(max_staleness)
-        super().__init__(1.0 + self._depth.steps)
-
-    def began(self, num_slots: int) -> None:
-        self._factor = 1.0 + self._depth.steps
-
-    def trained(self, still_s: float, step_s: float) -> None:
-        self._depth.trained(still_s, step_s)
-
-
-class InRounds(Provisioning):
-    """Chooses the over-provision factor with `OverProvision`, for runs in which generation stops once a batch is
-    complete. Calls `on_choice` with every decision of `OverProvision`."""
-
-    def __init__(
-        self,
-        max_staleness: int,
-        on_choice: Callable[[Decision], None] = lambda decision: None,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self._choice = OverProvision(max_staleness)
-        super().__init__(self._choice.factor)
-        self._on_choice, self._clock = on_choice, clock
-        self._num_tokens, self._is_mixed = 0, False
-        """Number of tokens of the answers that ended in this round, and whether the round also has evaluation tasks,
-        in which case its speed is not measured."""
-        self._began_s: float | None = None
-        self._num_slots = 0
-        self._tokens_per_s: float | None = None
-
-    def handed_out(self, tasks: Sequence[Task]) -> None:
-        self._is_mixed |= any(task.require_version is not None for task in tasks)
-
-    def submitted(self, trajectory: Trajectory) -> None:
-        if not trajectory.is_partial:
-            self._num_tokens += trajectory.num_tokens
-
-    def began(self, num_slots: int) -> None:
-        now_s = self._clock()
-        if self._began_s is not None and not self._is_mixed and now_s > self._began_s:
-            self._end_round(now_s - self._began_s)
-        if num_slots != self._num_slots:
-            self._choice.fleet_changed()
-        self._began_s, self._num_slots = now_s, num_slots
-        self._num_tokens, self._is_mixed = 0, False
-
-    def _end_round(self, seconds: float) -> None:
-        self._tokens_per_s = self._num_tokens / seconds
-        if (decision := self._choice.outcome(self._num_tokens, seconds)) is not None:
-            self._factor = decision.factor
-            self._on_choice(decision)
-
-    def figures(self) -> dict[str, float]:
-        measured = {} if self._tokens_per_s is None else {"generated_tokens_per_second": self._tokens_per_s}
-        return {**super().figures(), **measured}
-
-
-def provisioning_of(
-    configured: float | Literal["auto"], max_staleness: int, on_choice: Callable[[Decision], None], *, overlaps: bool
-) -> Provisioning:
-    """Returns the object that holds or chooses a run's over-provision factor. A number in `configured` is the factor.
-    With "auto", the factor follows the trainer's idle time if generation overlaps with training, otherwise the measured
-    speed of rounds."""
-    if configured != "auto":
-        return Provisioning(configured)
-    return Overlapped(max_staleness) if overlaps else InRounds(max_staleness, on_choice)

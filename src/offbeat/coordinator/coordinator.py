@@ -16,9 +16,9 @@ from functools import partial
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from offbeat.client.protocol import Heartbeat, LeaseResponse
-from offbeat.coordinator.admission import Drawing, Issuer, provisioning_of
+from offbeat.coordinator.admission import Drawing, Issuer
 from offbeat.coordinator.busy_times import BusyTimes, OnSpan
-from offbeat.coordinator.lease_manager import LeaseManager, Presence
+from offbeat.coordinator.lease_manager import LeaseManager
 from offbeat.coordinator.maintenance import LedgerMaintenance, MaintenanceSettings, WeightGarbageCollector
 from offbeat.coordinator.relays import RelayAssignment
 from offbeat.coordinator.reward_queue import RewardQueue
@@ -38,8 +38,11 @@ from offbeat.ledger.ledger import Ledger
 from offbeat.ledger.records import Arrival, Batch, ComparedSegment, EvalRound, Outcome, Reconciled, Submission
 from offbeat.ledger.workers import PRESENT_S, WorkerState
 from offbeat.rules.groups import AdmissionTarget
-from offbeat.rules.over_provision import Decision
+from offbeat.rules.over_provision import Decision, provisioning_of
+from offbeat.rules.presence import Presence
 from offbeat.rules.quarantine import ASIDE_S, OFF_GAP, Fitness, is_believable
+from offbeat.rules.rounds import RoundMembers
+from offbeat.rules.step_times import StepTimes
 from offbeat.testing.crash_points import crash_here
 from offbeat.trajectory import Task, Trajectory
 from offbeat.waiting import BackgroundTasks, Notifier
@@ -82,8 +85,7 @@ class CurrentRound:
     ):
         self._ledger, self._read = ledger, read
         self._changes = Notifier(failure)
-        self._took_part: dict[str, tuple[int, int | None]] = {}
-        """For each worker, its last round and the version that it served when it leased tasks of this round."""
+        self.members = RoundMembers(in_rounds=ledger.terms.in_rounds)
 
     def notify(self) -> None:
         """Wakes the callers of `is_over`, because a round may have begun or ended."""
@@ -100,87 +102,6 @@ class CurrentRound:
             return await self.current() != number or None
 
         return bool(await self._changes.first(check, time.monotonic() + wait_s))
-
-    def may_join(self, worker: str, number: int | None, have_version: int | None) -> bool:
-        """Whether a worker that serves `have_version` may get training tasks in round `number`.
-
-        Evaluation tasks are not affected. In a run without rounds, every worker may get training tasks; between rounds
-        (`number` is None), no worker may. A worker that still serves the version with which it took part in an earlier
-        round must first load another version. That version need not be the newest: otherwise a worker with a slow
-        network, which receives every version too late, would never work.
-        """
-        if not self._ledger.terms.in_rounds:
-            return True
-        if number is None:
-            return False
-        before, version = self._took_part.get(worker, (number, None))
-        return before == number or have_version in (number, None) or have_version != version
-
-    def joined(self, worker: str, number: int | None, have_version: int | None) -> None:
-        if number is not None:
-            self._took_part[worker] = (number, have_version)
-
-    def left(self, worker: str) -> None:
-        self._took_part.pop(worker, None)
-
-
-@dataclass
-class _Batch:
-    first_lease_s: float | None = None
-    last_submit_s: float | None = None
-    claimed_s: float | None = None
-
-
-class StepTimes:
-    """Measures how long a step's generation and rewards took, and how long the trainer waited for its batch. The caller
-    reports when tasks are leased and submitted, and when batches are claimed and committed."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._clock = clock
-        self._next = self._claimed = _Batch()
-        self._claimed_s: dict[int, float] = {}
-        self._committed_s: float | None = None
-
-    def leased(self) -> None:
-        self._next.first_lease_s = self._next.first_lease_s or self._clock()
-
-    def submitted(self) -> None:
-        now_s = self._clock()
-        if self._next.first_lease_s is None:  # its task was handed out before the last claim: generation never paused
-            self._next.first_lease_s = self._claimed.claimed_s or now_s
-        self._next.last_submit_s = now_s
-
-    def claimed(self, step: int) -> None:
-        """Records that the batch of `step` was claimed. A repeated claim, as after a restart, changes nothing."""
-        if step not in self._claimed_s:
-            self._claimed_s[step] = self._next.claimed_s = self._clock()
-            self._claimed, self._next = self._next, _Batch()
-
-    def committed(self, step: int) -> tuple[float, float] | None:
-        """Records the commit of `step`. Returns two times in seconds: how long the trainer waited for this batch after
-        the previous commit, and the whole time since the previous commit. None for the first commit."""
-        before_s, now_s = self._committed_s, self._clock()
-        claimed_s = self._claimed_s.get(step, now_s)
-        self._committed_s = now_s
-        self._claimed_s = {other: at_s for other, at_s in self._claimed_s.items() if other > step}
-        return None if before_s is None else (max(claimed_s - before_s, 0.0), now_s - before_s)
-
-    @property
-    def is_training(self) -> bool:
-        """Whether a batch is claimed and not committed yet."""
-        return bool(self._claimed_s)
-
-    def split(self) -> dict[str, float]:
-        """Returns two times of the last claimed batch: `time_generate_s`, from the start of its generation to the last
-        submission, and `time_reward_s`, from then until its claim, mostly spent on rewards. Empty if they are unknown.
-        """
-        found = self._claimed
-        if found.first_lease_s is None or found.last_submit_s is None or found.claimed_s is None:
-            return {}
-        return {
-            "time_generate_s": found.last_submit_s - found.first_lease_s,
-            "time_reward_s": max(found.claimed_s - found.last_submit_s, 0.0),
-        }
 
 
 P = ParamSpec("P")
@@ -398,7 +319,7 @@ class Coordinator:
             capacity,
             have_version,
             total_slots=self.presence.total_slots(ttl_s),
-            only_eval=not self.rounds.may_join(worker, round_number, have_version),
+            only_eval=not self.rounds.members.may_join(worker, round_number, have_version),
         )
         has_failed = self.fitness.has_failed(worker)
         tasks = await self._share(ask, skips_failed=has_failed)
@@ -410,9 +331,9 @@ class Coordinator:
             self.busy.got_work(_track(worker))
             self._worked.add(worker)
             self._partials.handed_out(tasks)
-            self._provisioning.handed_out(tasks)
+            self._provisioning.handed_out(requires_version=any(task.require_version is not None for task in tasks))
         if any(task.require_version is None for task in tasks):
-            self.rounds.joined(worker, round_number, have_version)
+            self.rounds.members.joined(worker, round_number, have_version)
         if any(task.require_version not in (None, self._newest) for task in tasks):
             self._versions.notify()  # an older version is being evaluated: other workers may load the newest
         return tasks
@@ -453,8 +374,8 @@ class Coordinator:
         self.fitness.succeeded(worker)
         self.times.submitted()
         self.busy.answered(_track(worker))
-        if outcome is not Outcome.REPEATED:
-            self._provisioning.submitted(trajectory)
+        if outcome is not Outcome.REPEATED and not trajectory.is_partial:
+            self._provisioning.ended(trajectory.num_tokens)
         if outcome is Outcome.STORED:
             self.rewards.arrived()
             if self.lease_manager.cleared(trajectory.task):
@@ -524,7 +445,7 @@ class Coordinator:
         self.fitness.forget(worker)
         self.lease_manager.pace.forget(worker)
         self.presence.left(worker)
-        self.rounds.left(worker)
+        self.rounds.members.left(worker)
         self.relays.leave(worker)
         self.busy.left(_track(worker))
         self._worked.discard(worker)

@@ -42,7 +42,14 @@ from offbeat.ledger.records import (
 )
 from offbeat.ledger.versions import Lineage, Versions
 from offbeat.ledger.workers import unproven_tasks
-from offbeat.rules.groups import Candidate, VersionRun, is_trainable, oldest_trainable_step, select, trained_staleness
+from offbeat.rules.groups import (
+    Candidate,
+    VersionRun,
+    is_trainable,
+    oldest_trainable_step,
+    select_batch,
+    trained_staleness,
+)
 from offbeat.testing.crash_points import crash_here
 from offbeat.trajectory import Reward, Trajectory
 from offbeat.weights.version import Version
@@ -200,12 +207,15 @@ def _choose(db: Database, step: int, from_version: int | None, in_order: bool) -
     oldest = oldest_trainable_step(step, max_staleness)
     if not _may_change(db, count, oldest):
         return None
-    stale: list[int] = []
-    while True:
+    pieces: Pieces = {}
+    known: Mapping[int, Lineage] = {}
+
+    def candidates() -> list[Candidate]:
+        nonlocal pieces, known
         groups = _eligible(db, step, count, oldest, in_order)
         pieces = _pieces(db, [group for group, _, state, *_ in groups if state == GroupState.READY])
         known = versions.lineage(db, {piece[3] for found in pieces.values() for piece in found if piece[3] is not None})
-        candidates = [
+        return [
             Candidate(
                 group=group,
                 ordinal=ordinal,
@@ -216,11 +226,11 @@ def _choose(db: Database, step: int, from_version: int | None, in_order: bool) -
             )
             for group, ordinal, state, require_step, first_step in groups
         ]
-        selection = select(candidates, step, count, max_staleness, in_order=in_order)
-        drop(db, selection.stale, Drop.STALE)
-        stale += selection.stale
-        if selection.take or not selection.stale:  # otherwise select again from the groups after the dropped ones
-            break
+
+    def drop_stale(groups: Sequence[int]) -> None:
+        drop(db, groups, Drop.STALE)
+
+    selection, stale = select_batch(candidates, drop_stale, step, count, max_staleness, in_order=in_order)
     reissue(db, stale, with_new_seed=False, for_step=step)
     if not selection.take:
         return None

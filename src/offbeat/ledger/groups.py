@@ -20,7 +20,7 @@ from offbeat.ledger.database import Database, array, transactional
 from offbeat.ledger.errors import Refused
 from offbeat.ledger.records import Cursor, DrawCursor, Drop, NewGroup, Purpose, derive_seed
 from offbeat.ledger.versions import Versions
-from offbeat.rules.groups import MAX_RETRIES, AdmissionState, GroupVerdict, settle, settle_ready
+from offbeat.rules.groups import AdmissionState, GroupVerdict, may_retry, settle, settle_ready, unclaimed_step
 
 INSERT_GROUP = """
 INSERT INTO groups (id, purpose, eval, ordinal, retry, reissue_of, source, source_ordinal, sibling, seed, size,
@@ -165,7 +165,7 @@ def settle_groups(db: Database, groups: Iterable[int]) -> int:
             case GroupVerdict.READY:
                 ended.append(("ready" if is_train else "evaluated", db.wall_clock(), group))
             case GroupVerdict.FAILED:
-                failed.append((group, is_train and retry < MAX_RETRIES))
+                failed.append((group, is_train and may_retry(retry)))
     db.executemany("UPDATE groups SET state = ?, ended_at = ? WHERE id = ?", ended)
     drop(db, [group for group, _ in failed], Drop.FAILED)
     reissue(db, [group for group, again in failed if again], with_new_seed=True)
@@ -196,10 +196,9 @@ def _drop_without_signal(db: Database, groups: Sequence[int]) -> int:
 
 def _next_step(db: Database) -> int:
     """Returns the first step without a batch."""
-    query = """SELECT MAX(COALESCE((SELECT step FROM versions NOT INDEXED WHERE abandoned = 0
-                                    ORDER BY number DESC LIMIT 1), 0),
-                          COALESCE((SELECT MAX(step) + 1 FROM batches WHERE state <> 'undone'), 0))"""
-    return int(db.execute(query).fetchone()[0])
+    query = """SELECT (SELECT step FROM versions NOT INDEXED WHERE abandoned = 0 ORDER BY number DESC LIMIT 1),
+                      (SELECT MAX(step) + 1 FROM batches WHERE state <> 'undone')"""
+    return unclaimed_step(*db.execute(query).fetchone())
 
 
 def num_without_signal(db: Database, step: int) -> int:

@@ -12,9 +12,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,8 +24,19 @@ from offbeat.ledger.database import Database, array, transactional
 from offbeat.ledger.errors import LOST_ENVIRONMENT, Fenced, Forbidden, Unknown
 from offbeat.ledger.groups import Groups, settle_groups
 from offbeat.ledger.records import WORKER_LOST, TaskState
-from offbeat.rules.groups import may_begin
-from offbeat.rules.leases import Lease, OpenGroup, Requester, assign, culprit, front
+from offbeat.rules.groups import may_begin, unclaimed_step
+from offbeat.rules.leases import (
+    NUM_NEAR,
+    Lease,
+    OpenGroup,
+    OpenTask,
+    Requester,
+    choose_groups,
+    choose_tasks,
+    culprit,
+    ends_task,
+    oldest_first_step,
+)
 from offbeat.rules.leases import wanted_version as first_wanted
 from offbeat.trajectory import EpisodeStart, Sampling, Task
 
@@ -37,9 +47,6 @@ OPEN_EVAL = f"{OPEN} AND (purpose <> 'eval') < 1"
 """`OPEN` for evaluation groups only; the condition is written so that the index returns them in order."""
 TO_RETRY = "t.state = 'open' AND t.fence > 0 AND t.failed_fence = t.fence"
 """SQL condition for open tasks whose last attempt failed."""
-NUM_NEAR = 8
-"""A lease call first loads this many open groups, plus one per task that it may lease. The other open groups, often
-hundreds, seldom matter."""
 
 
 @dataclass(frozen=True)
@@ -87,19 +94,21 @@ class Leasing(Groups):
         request = LeaseRequest(worker, capacity, have_version, total_slots, only_eval, skips_failed)
         if capacity <= 0:
             return []
-        near = _open_groups(self, NUM_NEAR + capacity, request)
+        num_near = NUM_NEAR + capacity
+        near = _open_groups(self, num_near, request)
         if not near:
             return []
-        step, next_step = _steps(self, have_version)
+        step, unclaimed = _steps(self, have_version)
         tasks: list[Task] = []
         begun, continued = [], []
-        for group, count in _assigned(self, near, _requester(self, request, step), next_step, request):
+        requester, groups = _requester(self, request, step), _OpenGroups(self, request, step, unclaimed)
+        for group, count in choose_groups(near, requester, groups, is_all=len(near) < num_near):
             found, first_step = _open_tasks(self, group, count, request)
             if not found:
                 continue
             tasks += found
-            if step is not None and (first_step is None or first_step > step):
-                begun.append((len(found), step, group))
+            if (oldest := oldest_first_step(first_step, step)) != first_step:
+                begun.append((len(found), oldest, group))
             else:
                 continued.append((len(found), group))
         # Two statements, because naming `first_step` in an update costs a lookup in its indices.
@@ -201,31 +210,23 @@ class Leasing(Groups):
         return len(rows)
 
 
-def _assigned(
-    db: Database, near: Sequence[OpenGroup], requester: Requester, next_step: int, request: LeaseRequest
-) -> list[tuple[int, int]]:
-    """Returns pairs of a group id and the number of its tasks to lease to the worker. `near` are the first open groups.
-    The other open groups, and the counts that limit the result, are loaded only if the result depends on them."""
-    is_all = len(near) < NUM_NEAR + requester.capacity
-    num_open = sum(group.num_open for group in near)
-    if not is_all and requester.share(num_open) < requester.capacity:
-        num_open = int(db.execute(f"SELECT SUM(num_open) FROM {request.table}").fetchone()[0])
-    requester = replace(requester, num_open=num_open)
+@dataclass(frozen=True)
+class _OpenGroups:
+    """The open groups for a worker, whose version is of `step`; `next_step` is the first step without a batch."""
 
-    def is_filled(given: Sequence[tuple[int, int]]) -> bool:
-        return sum(count for _, count in given) == requester.share(num_open)
+    db: Database
+    request: LeaseRequest
+    step: int | None
+    next_step: int
 
-    begun = front(near)
-    is_whole = is_all or len(begun) < len(near)
-    given = assign(begun if is_whole else [group for group in begun if not group.is_away], requester)
-    if is_filled(given):
-        return given
-    requester = replace(requester, num_begin=_num_begin(db, requester.step, next_step))
-    if is_whole:
-        given = assign(near, requester)
-        if is_all or is_filled(given):
-            return given
-    return assign(_open_groups(db, request=request), requester)
+    def all(self) -> list[OpenGroup]:
+        return _open_groups(self.db, request=self.request)
+
+    def num_open(self) -> int:
+        return int(self.db.execute(f"SELECT SUM(num_open) FROM {self.request.table}").fetchone()[0])
+
+    def num_begin(self) -> int | None:
+        return _num_begin(self.db, self.step, self.next_step)
 
 
 def _steps(db: Database, version: int | None) -> tuple[int | None, int]:
@@ -235,7 +236,7 @@ def _steps(db: Database, version: int | None) -> tuple[int | None, int]:
                       (SELECT step FROM versions NOT INDEXED WHERE abandoned = 0 ORDER BY number DESC LIMIT 1),
                       (SELECT MAX(step) + 1 FROM batches WHERE state <> 'undone')"""
     step, newest, claimed = db.execute(query, (version,)).fetchone()
-    return step, max(newest or 0, claimed or 0)
+    return step, unclaimed_step(newest, claimed)
 
 
 def _requester(db: Database, request: LeaseRequest, step: int | None) -> Requester:
@@ -306,27 +307,23 @@ def _away(db: Database, groups: Sequence[int], request: LeaseRequest) -> set[int
 
 def _open_tasks(db: Database, group: int, count: int, request: LeaseRequest) -> tuple[list[Task], int | None]:
     """Returns up to `count` open tasks of `group` that the worker may run, and the group's `first_step`: the step of
-    the oldest version with which a member was begun, or None. Skips tasks whose partial (unfinished answer) has tokens
-    of a newer version than the worker's. Tasks whose partial came from another worker come last."""
-
-    def found(which: str, limit: int) -> list[Any]:
-        query = f"""SELECT t.id, t.seed, t.fence + 1, p.digest, p.body, g.source, g.seed, g.problem, g.prompt,
-                           g.sampling, g.require_version, g.first_step
-                    FROM groups g CROSS JOIN tasks t ON t.group_id = g.id
-                    LEFT JOIN partials p ON p.task = t.id AND p.state = 'kept'
-                    WHERE g.id = :group AND t.state = 'open' AND (p.task IS NULL OR p.last_version <= :version)
-                          AND ({which}) AND NOT (:skips AND {TO_RETRY} AND t.worker IS :worker)
-                    ORDER BY t.member LIMIT :limit"""
-        known = {"group": group, "version": request.have_version, "worker": request.worker, "limit": limit}
-        known["skips"] = request.skips_failed
-        return db.execute(query, known).fetchall()
-
-    if request.is_alone:
-        rows = found("1", count)
-    else:
-        rows = found("p.task IS NULL OR p.worker = :worker", count)
-        if len(rows) < count:
-            rows += found("p.worker <> :worker", count - len(rows))
+    the oldest version with which a member was begun, or None."""
+    query = f"""SELECT t.id, t.seed, t.fence + 1, p.digest, p.body, g.source, g.seed, g.problem, g.prompt,
+                       g.sampling, g.require_version, g.first_step, p.last_version, p.worker, CASE WHEN {TO_RETRY} THEN t.worker END
+                FROM groups g CROSS JOIN tasks t ON t.group_id = g.id
+                LEFT JOIN partials p ON p.task = t.id AND p.state = 'kept'
+                WHERE g.id = ? AND t.state = 'open' ORDER BY t.member"""
+    found = {row[0]: row for row in db.execute(query, (group,))}
+    open_tasks = [OpenTask(task, *row[-3:]) for task, row in found.items()]
+    chosen = choose_tasks(
+        open_tasks,
+        count,
+        request.worker,
+        request.have_version,
+        is_alone=request.is_alone,
+        skips_failed=request.skips_failed,
+    )
+    rows = [found[task][:-3] for task in chosen]
     if not rows:
         return [], None
     *_, source, group_seed, problem, prompt, sampling, require_version, first_step = rows[0]
@@ -402,7 +399,7 @@ def _fail(db: Database, tasks: Sequence[int], reason: str, detail: str | None, *
     db.executemany(
         "UPDATE tasks SET num_failures = ?, failed_fence = fence WHERE id = ?", [(n, task) for task, _, _, n in rows]
     )
-    ended = [(task, group, state) for task, group, state, n in rows if counts and n >= db.terms.max_attempts]
+    ended = [(task, group, state) for task, group, state, n in rows if counts and ends_task(n, db.terms.max_attempts)]
     over = {task for task, _, _ in ended}
     _reopen(db, [(task, group) for task, group, state, _ in rows if task not in over and state == TaskState.LEASED])
     db.executemany(

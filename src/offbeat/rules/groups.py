@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from operator import attrgetter
@@ -106,6 +106,32 @@ def select(
     return Selection(tuple(candidate.group for candidate in take) if is_whole else (), tuple(stale), waits_for)
 
 
+def select_batch(
+    load: Callable[[], Iterable[Candidate]],
+    drop: Callable[[Sequence[int]], None],
+    step: int,
+    count: int,
+    max_staleness: int,
+    *,
+    in_order: bool = True,
+) -> tuple[Selection, list[int]]:
+    """Selects the batch of `step` with `select`, and again after groups were dropped as stale, because `load` may then
+    return others. Returns the last selection and all dropped groups, which are to be issued again."""
+    stale: list[int] = []
+    while True:
+        selection = select(load(), step, count, max_staleness, in_order=in_order)
+        drop(selection.stale)
+        stale += selection.stale
+        if selection.take or not selection.stale:
+            return selection, stale
+
+
+def unclaimed_step(newest: int | None, claimed: int | None) -> int:
+    """Returns the first step without a batch. `newest` is the step of the newest version, and `claimed` the step after
+    the last batch; None: there is none."""
+    return max(newest or 0, claimed or 0)
+
+
 def _by_age(candidate: Candidate) -> tuple[float, int, int]:
     return _begun(candidate), candidate.ordinal, candidate.group
 
@@ -186,6 +212,13 @@ def may_begin(step: int, begun: Mapping[int, int], next_step: int, groups_per_st
 MAX_RETRIES = 1
 """How often a prompt is issued again after its group failed. If it still fails, the prompt itself is assumed to be the
 cause."""
+
+
+def may_retry(num_retries: int) -> bool:
+    """Whether the prompt of a group that failed is issued again, after `num_retries` retries."""
+    return num_retries < MAX_RETRIES
+
+
 EQUAL_WITHIN = 1e-8
 """Rewards closer than this count as equal."""
 

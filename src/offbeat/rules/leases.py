@@ -23,9 +23,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -217,6 +217,89 @@ def assign(groups: Iterable[OpenGroup], requester: Requester) -> list[tuple[int,
     return given
 
 
+NUM_NEAR = 8
+"""A lease call first considers this many open groups, plus one per task that it may lease. The other open groups, often
+hundreds, seldom matter."""
+
+
+class OpenGroups(Protocol):
+    """The open groups, loaded only as far as `choose_groups` needs them."""
+
+    def all(self) -> Sequence[OpenGroup]:
+        """Returns all open groups in the order of `OpenGroup.order`."""
+        ...
+
+    def num_open(self) -> int:
+        """Returns the number of open tasks of all groups."""
+        ...
+
+    def num_begin(self) -> int | None:
+        """Returns how many groups the worker may begin (`Requester.num_begin`)."""
+        ...
+
+
+def choose_groups(
+    near: Sequence[OpenGroup], requester: Requester, groups: OpenGroups, *, is_all: bool
+) -> list[tuple[int, int]]:
+    """Returns the same as `assign` for all open groups, but asks `groups` for what is costly only if the result depends
+    on it. `near` are the first open groups in the order of `OpenGroup.order`, and `is_all` says whether there are
+    no others. `num_open` and `num_begin` of `requester` are not used."""
+    num_open = sum(group.num_open for group in near)
+    if not is_all and requester.share(num_open) < requester.capacity:
+        num_open = groups.num_open()
+    requester = replace(requester, num_open=num_open)
+
+    def is_filled(given: Sequence[tuple[int, int]]) -> bool:
+        return sum(count for _, count in given) == requester.share(num_open)
+
+    begun = front(near)
+    is_whole = is_all or len(begun) < len(near)
+    given = assign(begun if is_whole else [group for group in begun if not group.is_away], requester)
+    if is_filled(given):
+        return given
+    requester = replace(requester, num_begin=groups.num_begin())
+    if is_whole:
+        given = assign(near, requester)
+        if is_all or is_filled(given):
+            return given
+    return assign(groups.all(), requester)
+
+
+class OpenTask(NamedTuple):
+    """A task that has not ended and that no worker holds."""
+
+    task: int
+    last_version: int | None = None
+    """Newest version in the task's partial; None: it has no partial."""
+    worker: str | None = None
+    """Worker that submitted the partial; None: there is no partial."""
+    failed_by: str | None = None
+    """Worker whose attempt at the task failed last; None: the last attempt did not fail."""
+
+
+def choose_tasks(
+    tasks: Iterable[OpenTask], count: int, worker: str, version: int | None, *, is_alone: bool, skips_failed: bool
+) -> list[int]:
+    """Returns up to `count` of a group's open tasks, given in the order of members, for a worker that serves `version`.
+    Skips tasks whose partial has tokens of a newer version, and, with `skips_failed`, tasks whose last attempt this
+    worker failed. Unless the worker `is_alone`, tasks whose partial came from another worker come last."""
+    own: list[int] = []
+    others: list[int] = []
+    for task, last_version, partial_of, failed_by in tasks:
+        if last_version is not None and (version is None or last_version > version):
+            continue
+        if skips_failed and failed_by == worker:
+            continue
+        (own if is_alone or partial_of in (None, worker) else others).append(task)
+    return [*own, *others][:count]
+
+
+def oldest_first_step(first_step: int | None, step: int | None) -> int | None:
+    """Returns a group's `first_step` after one of its tasks was leased to a worker with a version of `step` (None: with
+    no step)."""
+    return first_step if step is None or (first_step is not None and first_step <= step) else step
+
+
 def _in_order(groups: Iterable[OpenGroup]) -> list[OpenGroup]:
     ordered = sorted(groups, key=lambda group: group.order)
     num_front = len(front(ordered))
@@ -257,6 +340,21 @@ def culprit(lost: Mapping[int, int]) -> int | None:
     most = max(lost.values(), default=0)
     suspects = [task for task, losses in lost.items() if losses == most]
     return suspects[0] if len(suspects) == 1 else None
+
+
+def ends_task(num_failures: int, max_attempts: int) -> bool:
+    """Whether a task with so many failed attempts ends as failed."""
+    return num_failures >= max_attempts
+
+
+def lost_and_kept(expired: Iterable[Lease], heard: Collection[str]) -> tuple[list[Lease], list[Lease]]:
+    """Divides expired leases into those of workers that vanished and those of workers in `heard`, which called lately.
+    Only the first count as losses."""
+    lost: list[Lease] = []
+    kept: list[Lease] = []
+    for lease in expired:
+        (kept if lease.worker in heard else lost).append(lease)
+    return lost, kept
 
 
 def wanted_version(groups: Iterable[OpenGroup]) -> int | None:

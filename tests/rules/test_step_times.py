@@ -1,4 +1,4 @@
-from offbeat.coordinator.coordinator import StepTimes
+from offbeat.rules.step_times import StepTimes
 
 
 class Clock:

@@ -1,4 +1,4 @@
-from offbeat.coordinator.lease_manager import Presence
+from offbeat.rules.presence import Presence
 
 
 class Clock:

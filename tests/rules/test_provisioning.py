@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from offbeat.coordinator.admission import InRounds, Overlapped, Provisioning
-from offbeat.rules.over_provision import FIRST_PATIENCE, NUM_TRIED, Decision
-from offbeat.trajectory import End, Sampling, Segment, Task, Trajectory
+from offbeat.rules.over_provision import FIRST_PATIENCE, NUM_TRIED, Decision, InRounds, Overlapped, Provisioning
 
 
 def test_a_number_stays_as_it_was_configured():
@@ -35,22 +31,11 @@ class Run:
         self.made.began(8)
 
     def play(self, num_tokens: int, num_slots: int = 8, *, is_partial: bool = False, with_evaluation: bool = False):
-        task = a_task(1 if with_evaluation else None)
-        self.made.handed_out([task])
-        self.made.submitted(an_answer(task, num_tokens, None if is_partial else End.STOP))
+        self.made.handed_out(requires_version=with_evaluation)
+        if not is_partial:
+            self.made.ended(num_tokens)
         self.now_s += 10.0
         self.made.began(num_slots)
-
-
-def a_task(require_version: int | None = None) -> Task:
-    sampling = Sampling(max_new_tokens=10**6)
-    return Task(0, 0, np.arange(5, dtype=np.int32), 0, sampling, require_version, fence=1)
-
-
-def an_answer(task: Task, num_tokens: int, end: End | None) -> Trajectory:
-    trajectory, logprobs = task.new_trajectory(), np.full(num_tokens, -1.0)
-    trajectory.append(Segment(0, np.zeros(num_tokens), logprobs=logprobs, version=1, kv_version=1, worker="w"), end)
-    return trajectory
 
 
 def test_in_rounds_the_speed_of_whole_answers_is_measured():

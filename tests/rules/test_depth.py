@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.coordinator.admission import FIRST_PATIENCE, Depth
+from offbeat.rules.depth import FIRST_PATIENCE, Depth
 
 
 def run(depth: Depth, needed: int, num_steps: int) -> list[int]:

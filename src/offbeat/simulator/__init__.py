@@ -1,0 +1,1 @@
+"""A simulator of runs: discrete events around the very rules that decide in a real run."""
