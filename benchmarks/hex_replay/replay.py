@@ -25,8 +25,8 @@ from offbeat.planner.inputs.model_shapes import weight_bytes
 from offbeat.planner.inputs.workload import KvPolicy, LengthStatistics, ModelShape, Workload
 
 PER_NODE = 8
-H800 = Accelerator("h800", 756e12, 80e9, 2.0e12, 200e9, 50e9, 5.28, "AReaL-Hex")
-H20 = Accelerator("h20", 148e12, 96e9, 4.0e12, 450e9, 50e9, 1.85, "AReaL-Hex")
+H800 = Accelerator("h800", 756e12, 80e9, 2.0e12, 200e9, 50e9, None, 5.28, "AReaL-Hex")
+H20 = Accelerator("h20", 148e12, 96e9, 4.0e12, 450e9, 50e9, None, 1.85, "AReaL-Hex")
 CARDS = {card.name: card for card in (H800, H20)}
 PRICES = {"h800": 5.28, "h20": 1.85}
 MAX_H20 = 128

@@ -94,7 +94,7 @@ def predict(run: Halves) -> dict[str, Any]:
 
 
 def h200_rows() -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name in ("alternate", "overlap"):
         run = recorded(name)
         found = predict(run)

@@ -156,7 +156,7 @@ def _what_if(arguments: argparse.Namespace, scenario: Scenario) -> Scenario:
     return replace(scenario, ledger=ledger)
 
 
-def _factor(text: str, bound: int) -> float | str:
+def _factor(text: str, bound: int) -> float | Literal["auto"]:
     if text == "auto":
         return "auto" if bound else 1.0
     try:

@@ -309,7 +309,8 @@ def _open_tasks(db: Database, group: int, count: int, request: LeaseRequest) -> 
     """Returns up to `count` open tasks of `group` that the worker may run, and the group's `first_step`: the step of
     the oldest version with which a member was begun, or None."""
     query = f"""SELECT t.id, t.seed, t.fence + 1, p.digest, p.body, g.source, g.seed, g.problem, g.prompt,
-                       g.sampling, g.require_version, g.first_step, p.last_version, p.worker, CASE WHEN {TO_RETRY} THEN t.worker END
+                       g.sampling, g.require_version, g.first_step, p.last_version, p.worker,
+                       CASE WHEN {TO_RETRY} THEN t.worker END
                 FROM groups g CROSS JOIN tasks t ON t.group_id = g.id
                 LEFT JOIN partials p ON p.task = t.id AND p.state = 'kept'
                 WHERE g.id = ? AND t.state = 'open' ORDER BY t.member"""
