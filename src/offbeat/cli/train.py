@@ -41,6 +41,12 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print a summary of the run, and stop")
     parser.add_argument(
+        "--join-file",
+        metavar="FILE",
+        type=Path,
+        help="write the file with which offbeat node joins this run from elsewhere",
+    )
+    parser.add_argument(
         "--keys", nargs="?", const="common", choices=("common", "all"), help="list the common keys, or all, and stop"
     )
     parser.add_argument("--count", action="store_true", help="with --keys: print the number of all keys")
@@ -88,16 +94,19 @@ def _start(arguments: argparse.Namespace, overrides: list[str], config: Config, 
         refuse_in_use(resume)
         if not arguments.from_scratch:
             refuse_trainer_elsewhere(resume)
+    if arguments.join_file is not None and config.rollout.workers is None:
+        raise UserError(
+            f"--join-file {arguments.join_file}: this run is one process, which nobody can join; add "
+            "--rollout.workers 0, or more to generate here, too"
+        )
     if config.rollout.workers is not None:
-        return _supervise(config, resume, arguments.config, overrides, from_scratch=arguments.from_scratch)
+        return _supervise(config, resume, arguments, overrides)
     from offbeat.launch import local
 
     return status_of(local.train(config, resume=resume, from_scratch=arguments.from_scratch))
 
 
-def _supervise(
-    config: Config, resume: Path | None, file: str | None, overrides: list[str], *, from_scratch: bool
-) -> int:
+def _supervise(config: Config, resume: Path | None, arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Runs coordinator, trainer and workers as separate processes; returns the exit status."""
     import asyncio
 
@@ -107,9 +116,10 @@ def _supervise(
 
     asyncio.run(check_roles(config))
     engine = [f"--rollout.engine={config.rollout.engine}", f"--rollout.workers={config.rollout.workers}"]
+    file = arguments.config
     again = ["serve", *([file] if file else []), *overrides, *engine]
     first = [*again, "--resume", str(resume)] if resume else again
-    supervisor = Supervisor(config, first, again, from_scratch=from_scratch)
+    supervisor = Supervisor(config, first, again, from_scratch=arguments.from_scratch, join_file=arguments.join_file)
     try:
         return status_of(asyncio.run(supervisor.run_to_end()))
     except UserError:
