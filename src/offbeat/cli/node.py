@@ -26,6 +26,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--devices", metavar="0,1", help="GPUs to use; without it, all that this process may use")
     parser.add_argument("--name", help="this node's name; without it, that of its folder or of the machine")
     parser.add_argument("--dir", metavar="FOLDER", help="this node's folder; without it, below ~/.cache/offbeat")
+    parser.add_argument("--logs", metavar="FOLDER", type=Path, help="folder of logs; without it, logs in --dir")
     parser.add_argument(
         "--token-file", metavar="FILE", type=Path, help="a join token for as many workers, if not in OFFBEAT_TOKEN"
     )
@@ -74,6 +75,10 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     tokens = _tokens(arguments, known, has_rank_0=gang.num_here > 0 and gang.first == 0)
     os.environ.pop(TOKEN_VARIABLE, None)  # only children that need it get it
     with own_folder(arguments.dir, arguments.name, url, "node.lock") as (folder, name):
+        if folder.stat().st_uid != os.getuid():
+            raise UserError(
+                f"--dir {folder}: belongs to another user, who could read secrets in it; give another folder"
+            )
         ca_file = arguments.ca_file.expanduser().absolute() if arguments.ca_file else None
         if known and known.certificate:
             ca_file = folder / "coordinator.pem"
@@ -97,8 +102,9 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         join += ["--trust-coordinator"] if arguments.trust_coordinator else []
         join += ["--secrets-file", str(arguments.secrets_file.absolute())] if arguments.secrets_file else []
         plan = NodePlan(name, num_workers, devices, per_worker, gang)
-        node = Node(plan, folder, join, tokens, overrides)
-        print(f"node {name}: {_what(plan)} for {url}; logs in {folder / 'logs'}", flush=True)
+        logs = arguments.logs.expanduser().absolute() if arguments.logs else folder / "logs"
+        node = Node(plan, folder, logs, join, tokens, overrides)
+        print(f"node {name}: {_what(plan)} for {url}; logs in {logs}", flush=True)
         why = asyncio.run(node.run_to_end())
         print(f"node {name}: {'all of its processes have ended' if why is None else f'stopped: {why}'}", flush=True)
         return exit_status(f"node {name}", why)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,10 +18,12 @@ from pathlib import Path
 
 from offbeat.client.credentials import TOKEN_VARIABLE
 from offbeat.errors import RunStopped
-from offbeat.launch import gpus
+from offbeat.launch import gpus, parent_watch
 from offbeat.launch.processes import END_WITHIN_S, Child, Processes, gang_places, tell
+from offbeat.launch.run_folder import LOCK, FolderInUse, FolderLock
 from offbeat.launch.stopping import Stopping
 
+FREE_WITHIN_S = 5.0
 LOOK_EVERY_S = 1.0
 """Seconds between two looks at whether the process that started the node still lives."""
 
@@ -52,14 +55,21 @@ class NodePlan:
 class Node(Processes):
     """Starts, watches and restarts the processes of one machine of a run."""
 
-    def __init__(self, plan: NodePlan, folder: Path, join: Sequence[str], tokens: dict[str, str], words: Sequence[str]):
+    def __init__(
+        self,
+        plan: NodePlan,
+        folder: Path,
+        logs: Path,
+        join: Sequence[str],
+        tokens: dict[str, str],
+        words: Sequence[str],
+    ):
         """`join` holds the options with which each child joins the run, `tokens` a join token by role, and `words` the
         keys of the configuration that concern this machine."""
         has_threads = any(word.startswith("--run.threads") for word in words)
         super().__init__(plan.num_workers + plan.gang.num_here, sets_threads=not has_threads)
-        self.run, self._plan, self._tokens = folder, plan, tokens
+        self._log_folder, self._plan, self._tokens = logs, plan, tokens
         self._given_up: list[str] = []
-        logs = folder / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         num_training = plan.gang.num_here
         for rank in range(num_training):
@@ -79,6 +89,9 @@ class Node(Processes):
             own += ["--engine-log", str(logs / f"{name}-engine.log"), *words]
             child = Child(name, ["worker", *own], logs / f"{name}.log", "rollout", self._gpus(share))
             self.workers.append(child)
+
+    def _logs(self) -> Path:
+        return self._log_folder
 
     def _gpus(self, share: Sequence[str]) -> dict[str, str]:
         return {gpus.VARIABLE: ",".join(share)} if self._plan.gpus else {}
@@ -128,9 +141,26 @@ class Node(Processes):
             return super()._gang_places(num_ranks)
         return gang_places(num_ranks, gang.num_ranks, gang.first, *gang.meet)
 
+    async def _start(self, child: Child) -> None:
+        await _until_free(child)
+        await super()._start(child)
+
     async def _token(self, role: str) -> dict[str, str]:
         token = self._tokens.get(role)
         return {TOKEN_VARIABLE: token} if token else {}
+
+
+async def _until_free(child: Child) -> None:
+    """Waits until no process uses a child's folder: those of a node that was killed still hand back their work."""
+    words = list(child.arguments)
+    lock = Path(words[words.index("--dir") + 1]) / ("trainer.lock" if words[0] == "trainer" else LOCK)
+    deadline_s = time.monotonic() + parent_watch.GRACE_S + FREE_WITHIN_S
+    while lock.is_file() and time.monotonic() < deadline_s:
+        try:
+            FolderLock(lock).release()
+            return
+        except FolderInUse:
+            await asyncio.sleep(0.2)
 
 
 async def _until_orphaned(stopping: Stopping) -> None:

@@ -79,11 +79,13 @@ class Processes:
         self.ranks: list[Child] = []
         """The trainer's ranks on this machine but the first, which is `trainer`."""
         self.workers: list[Child] = []
-        self.run = Path()
-        """Folder with logs/; of a run's own supervisor, the run's folder."""
         self._is_quiet = is_quiet
         self._read, self._write = os.pipe()
         self._environment = {**os.environ, **(_threads(num_processes) if sets_threads else {})}
+
+    def _logs(self) -> Path:
+        """Returns the folder of the children's logs."""
+        raise NotImplementedError
 
     def _names_mistakes(self) -> bool:
         """Whether the mistake of a user that ends a child is raised as such, with its message alone."""
@@ -226,7 +228,7 @@ class Processes:
         assert child.process is not None
         when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         row = {"event": event, "time": when, "process": child.name, "pid": child.process.pid, **fields}
-        with suppress(OSError), (self.run / "logs" / LOG).open("a") as log:
+        with suppress(OSError), (self._logs() / LOG).open("a") as log:
             print(json.dumps(row), file=log)
 
 

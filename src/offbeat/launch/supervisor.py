@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from offbeat.config.load import load
 from offbeat.config.schema import SERVED, Config
 from offbeat.config.secrets import SECRETS
 from offbeat.errors import OffbeatError
+from offbeat.launch import gpus
 from offbeat.launch.given import Given, handed_over
 from offbeat.launch.join_file import write
 from offbeat.launch.joining import READY, new_token
@@ -56,6 +58,17 @@ async def train(config: Config, given: Given, *, resume: Path | None = None) -> 
         raise OffbeatError(f"{path}: the coordinator could not start; its error is printed above") from error
 
 
+@dataclass(frozen=True)
+class Devices:
+    """The GPUs of this machine by role, as words for `CUDA_VISIBLE_DEVICES`."""
+
+    training: Sequence[str]
+    rollout: Sequence[str]
+    num_workers: int
+    name: str
+    """Name of this machine, from which its workers get theirs."""
+
+
 class Supervisor(Processes):
     """Starts, watches and restarts the processes of one run."""
 
@@ -67,14 +80,15 @@ class Supervisor(Processes):
         *,
         from_scratch: bool = False,
         join_file: Path | None = None,
+        devices: Devices | None = None,
         given: Given | None = None,
         num_read: int = 0,
     ):
         """`serve` holds the arguments of the coordinator's first start. `resume` holds those of its restarts, without
         the run's folder, which is added. With `from_scratch`, the trainer's first process may begin the run again if
         the checkpoints are lost; the trainer's later processes continue that run. `join_file` is written when the
-        run can be joined. `given` is what a Python program adds
-        to the configuration. Its sinks get the rows of metrics.jsonl after the first `num_read` bytes."""
+        run can be joined. With `devices`, trainer and workers have GPUs of their own. `given` is what a Python program
+        adds to the configuration. Its sinks get the rows of metrics.jsonl after the first `num_read` bytes."""
         super().__init__(
             (config.rollout.workers or 0) + config.trainer.ranks,
             is_quiet=config.log.console == "quiet",
@@ -83,8 +97,8 @@ class Supervisor(Processes):
         self.given = given or Given()
         self.config, self._resume, self._from_scratch = config, resume, from_scratch
         self.coordinator = Child("coordinator", serve)
-        self._join_file = join_file
-        self.url = ""
+        self._join_file, self._devices = join_file, devices
+        self.run, self.url = Path(), ""
         self._sinks = list(self.given.sinks)
         self._num_read = num_read
         self._handed_over: dict[str, str] = {}
@@ -208,6 +222,13 @@ class Supervisor(Processes):
             Child(f"trainer-rank-{rank}", [*self.trainer.arguments, *more], logs / f"trainer-rank-{rank}.log")
             for rank in range(1, self.config.trainer.ranks)
         ]
+        if (devices := self._devices) is not None:
+            for child in (self.trainer, *self.ranks):
+                child.environment = {gpus.VARIABLE: ",".join(devices.training)}
+            own = ["--workers", str(devices.num_workers), "--devices", ",".join(devices.rollout)]
+            own += ["--dir", str(self.run / "node"), "--logs", str(logs), "--name", devices.name]
+            own += [f"--engine.tensor-parallel={self.config.engine.tensor_parallel}"]
+            self.workers.append(Child("node", ["node", *join, *own], logs / "node.log", "rollout"))
         for number in range(1, (self.config.rollout.workers or 0) + 1):
             name = f"worker-{number}"
             own = ["--name", name, "--dir", str(self.run / "workers" / name)]
@@ -221,7 +242,11 @@ class Supervisor(Processes):
         await (self._start_coordinator() if child is self.coordinator else super()._start(child))
 
     async def _token(self, role: str) -> dict[str, str]:
-        return {TOKEN_VARIABLE: await asyncio.to_thread(new_token, self.run, role)}
+        uses = self._devices.num_workers if self._devices is not None and role == "rollout" else 1
+        return {TOKEN_VARIABLE: await asyncio.to_thread(new_token, self.run, role, uses)}
+
+    def _logs(self) -> Path:
+        return self.run / "logs"
 
     def _names_mistakes(self) -> bool:
         return not has_begun(self.run)  # then its folder is removed, with the logs
