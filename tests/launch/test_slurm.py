@@ -129,6 +129,12 @@ class OnSlurm:
     def said(self) -> str:
         return (self.folder / "said").read_text()
 
+    def end(self) -> None:
+        """Stops following, and ends the job if it still runs."""
+        self.process.kill()
+        self.process.wait()
+        subprocess.run(["scancel", "--name=offbeat-a"], check=False)
+
     def until_step(self, step: int) -> None:
         def is_there() -> bool:
             assert self.process.poll() is None, self.said
@@ -154,16 +160,16 @@ def nodes() -> list[str]:
 
 @pytest.mark.full
 @pytest.mark.timeout(400)
-def test_a_rollout_node_goes_down_and_another_joins_and_the_run_ends_whole(tmp_path: Path, nodes: list[str]):
-    down, late = sorted(name for name in nodes if name.startswith("h20"))[0], "h800-2"
+def test_a_rollout_node_goes_down_and_one_joins_from_outside_the_job_and_the_run_ends_whole(tmp_path: Path, nodes: list[str]):
+    down = sorted(name for name in nodes if name.startswith("h20"))[0]
     words = (*TINY, *PACED, "--schedule.mode=overlap", "--schedule.max-staleness=2", "--log.console=plain")
-    run = OnSlurm(tmp_path, *words, "--run.steps=200", "--on=slurm", "--nodes=h800:1", "--nodes=h20:2")
+    run = OnSlurm(tmp_path, *words, "--run.steps=200", "--on=slurm")
     try:
         run.until_step(5)
         slurm_says("scontrol", "update", f"nodename={down}", "state=down", "reason=test")
         join = [sys.executable, "-m", "offbeat", "node", "--join-file", str(tmp_path / "jobs" / "a" / "join.json")]
         joined = subprocess.Popen(
-            ["srun", f"--nodelist={late}", *join, "--name=late", f"--dir={tmp_path / 'late'}"],
+            ["srun", f"--nodelist={down}", *join, "--name=late", f"--dir={tmp_path / 'late'}"],
             env={
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
@@ -174,15 +180,17 @@ def test_a_rollout_node_goes_down_and_another_joins_and_the_run_ends_whole(tmp_p
         assert run.process.wait(300) == 0, run.said
         assert joined.wait(60) == 0
     finally:
-        run.process.kill()
-        slurm_says("scontrol", "update", f"nodename={down}", "state=resume")
+        run.end()
     check_whole(run.run, 200)
-    assert "trains       1 node of h800" in run.said
+    lines = run.said.splitlines()
+    assert lines[0] == "trains       1 node of h800: coordinator and 1 trainer rank, on 1 of 2 GPUs"
+    assert lines[1] == "rolls out    5 workers: 3 on 2 nodes of h800, 2 on 2 nodes of h20"
+    assert "Requeuing" not in run.said
     told = subprocess.run(
         [sys.executable, "-m", "offbeat", "ledger", "show", str(run.run), "--json"], capture_output=True, text=True
     )
     producers = {one["worker"] for one in json.loads(told.stdout)["producers"] if one["num_trajectories"]}
-    assert {"late-1", f"{down}-1", "h800-1-1"} <= producers
+    assert {"late-1", f"{down}-1", "h800-2-1", "h800-2-2"} <= producers
 
 
 @pytest.mark.full
