@@ -160,7 +160,9 @@ def nodes() -> list[str]:
 
 @pytest.mark.full
 @pytest.mark.timeout(400)
-def test_a_rollout_node_goes_down_and_one_joins_from_outside_the_job_and_the_run_ends_whole(tmp_path: Path, nodes: list[str]):
+def test_a_rollout_node_goes_down_and_one_joins_from_outside_the_job_and_the_run_ends_whole(
+    tmp_path: Path, nodes: list[str]
+):
     down = sorted(name for name in nodes if name.startswith("h20"))[0]
     words = (*TINY, *PACED, "--schedule.mode=overlap", "--schedule.max-staleness=2", "--log.console=plain")
     run = OnSlurm(tmp_path, *words, "--run.steps=200", "--on=slurm")

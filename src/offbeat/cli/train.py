@@ -29,7 +29,7 @@ task as --task.level 3, of one among several as --task.0.level 3.
 """
 
 
-LAUNCHERS = ("local", "slurm")
+LAUNCHERS = ("local", "slurm", "ray")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -48,9 +48,13 @@ def add_arguments(parser: Parser) -> None:
         "--on", choices=LAUNCHERS, help="place the run: on this machine's GPUs, or on the nodes of a cluster"
     )
     parser.add_argument(
-        "--nodes", metavar="CLASS:NODES", action="append", default=[], help="with --on slurm: how many; else idle ones"
+        "--nodes",
+        metavar="CLASS:NODES",
+        action="append",
+        default=[],
+        help="on a cluster: how many; else all that are idle",
     )
-    parser.add_argument("--train-on", metavar="CLASS", help="with --on slurm: class of the node that trains")
+    parser.add_argument("--train-on", metavar="CLASS", help="on a cluster: class of the node that trains")
     parser.add_argument(
         "--slurm",
         metavar="OPTION",
@@ -87,6 +91,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     _check_words(arguments)
     if arguments.on == "slurm":
         return _on_slurm(arguments, overrides, config, resume)
+    if arguments.on == "ray":
+        return _on_ray(arguments, overrides, config, resume)
     if resume is None:
         return _start(arguments, overrides, config, None)
     from offbeat.cli.chosen_run import where_it_started
@@ -133,9 +139,11 @@ def _start(arguments: argparse.Namespace, overrides: list[str], config: Config, 
 
 def _check_words(arguments: argparse.Namespace) -> None:
     """Raises `UserError` for options that do not go together."""
-    for name, needed in (("nodes", "slurm"), ("train_on", "slurm"), ("slurm", "slurm"), ("workers_here", "local")):
-        if getattr(arguments, name) not in (None, []) and arguments.on != needed:
-            raise UserError(f"--{name.replace('_', '-')} goes with --on {needed}")
+    clusters = ("slurm", "ray")
+    belongs = {"nodes": clusters, "train_on": clusters, "slurm": ("slurm",), "workers_here": ("local",)}
+    for name, launchers in belongs.items():
+        if getattr(arguments, name) not in (None, []) and arguments.on not in launchers:
+            raise UserError(f"--{name.replace('_', '-')} goes with --on {' or '.join(launchers)}")
     if arguments.workers_here is not None and arguments.workers_here < 0:
         raise UserError(f"--workers-here {arguments.workers_here}: give 0 or more")
 
@@ -202,6 +210,41 @@ def _on_slurm(arguments: argparse.Namespace, overrides: list[str], config: Confi
     number = slurm.submit(job)
     print("\n".join([*lines, f"job          {number}: log {job.folder / slurm.LOG}, run {run}"]), flush=True)
     return slurm.follow(job, number, lambda text: print(f"offbeat: {text}", file=sys.stderr, flush=True))
+
+
+def _on_ray(arguments: argparse.Namespace, overrides: list[str], config: Config, resume: Path | None) -> int:
+    """Runs a run on a Ray cluster, as long as this process lives; returns the run's exit status."""
+    import sys
+    import time
+
+    from offbeat.cli.preview import check
+    from offbeat.launch import ray_cluster
+    from offbeat.launch.cluster import place, refuse_network_folder, wanted_machines
+
+    refuse_network_folder(config)
+    check(config, resume)
+    ray = ray_cluster.connect()
+    machines = list(ray_cluster.find_machines(ray).values())
+    placed = place(
+        wanted_machines(machines, arguments.nodes, [machine.name for machine in machines]), config, arguments.train_on
+    )
+    name = resume.name if resume else config.run.name or time.strftime("%Y%m%d-%H%M%S")
+    run = (resume or Path(config.run.dir).expanduser() / name).absolute()
+    print("\n".join([*placed.lines(with_names=True), f"run          {run}, on {placed.trains.name}"]), flush=True)
+    if arguments.dry_run:
+        return 0
+    file = [str(Path(arguments.config).absolute())] if arguments.config else []
+    reached = ["--rollout.workers=0", *([] if config.serve.host != HOME else REACHED)]
+    fresh = [
+        *file,
+        *overrides,
+        f"--run.dir={run.parent}",
+        *([] if config.run.name else [f"--run.name={name}"]),
+        *reached,
+    ]
+    train = ["--resume", str(resume.absolute())] if resume else fresh
+    say = lambda text: print(f"offbeat: {text}", file=sys.stderr, flush=True)  # noqa: E731
+    return ray_cluster.RayRun(ray, name, placed, train, say).to_end()
 
 
 HOME = "127.0.0.1"

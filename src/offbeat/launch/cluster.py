@@ -47,11 +47,16 @@ class Placement:
 
     def workers_on(self, machine: Machine) -> int:
         """Returns how many workers a machine runs."""
-        is_trainer, is_alone = machine is self.trains, len(self.machines) == 1
+        is_alone = len(self.machines) == 1
+        if machine is not self.trains:
+            return self.workers_of_another(machine)
         if machine.num_gpus:
-            left = machine.num_gpus - (self.num_ranks if is_trainer else 0)
-            return left // self.gpus_per_worker or int(is_trainer and is_alone)
-        return self.workers_per_cpu_node if is_alone or not is_trainer else 0
+            return (machine.num_gpus - self.num_ranks) // self.gpus_per_worker or int(is_alone)
+        return self.workers_per_cpu_node if is_alone else 0
+
+    def workers_of_another(self, machine: Machine) -> int:
+        """Returns how many workers a machine runs that does not train."""
+        return machine.num_gpus // self.gpus_per_worker if machine.num_gpus else self.workers_per_cpu_node
 
     def lines(self, *, with_names: bool) -> list[str]:
         """Returns two lines: what trains, and what rolls out. `with_names`: whether the nodes are already chosen, or

@@ -106,10 +106,17 @@ def components(placement: Placement) -> list[tuple[Machine, int]]:
 
 HEAD = """
 set -u
-cd {here}
+cd {here} || exit
 rm -f {join_file}
 export OFFBEAT_SCRATCH=${{OFFBEAT_SCRATCH:-${{TMPDIR:-/tmp}}/offbeat-$(id -u)-{name}}}
 
+if [ -f {config} ]; then
+  train=({resumed})
+else
+  train=({fresh})
+fi
+"""
+KEEP = """
 # One step for one node, started again until the run is over: the node may die and come back.
 keep() {{
   local host=$1
@@ -120,12 +127,6 @@ keep() {{
     sleep 5
   done
 }}
-
-if [ -f {config} ]; then
-  train=({resumed})
-else
-  train=({fresh})
-fi
 """
 TRAIN = """
 srun --nodelist="${{hosts0[0]}}" --nodes=1 --ntasks=1 {step} "${{train[@]}}" {shared} &
@@ -164,12 +165,13 @@ def script(job: Job) -> str:
         here=shlex.quote(os.getcwd()),
         join_file=shlex.quote(join_file),
         name=shlex.quote(job.name),
-        nodes=shlex.quote(str(job.folder / "nodes")),
         config=shlex.quote(str(job.run / "config.json")),
         resumed=shlex.join([*offbeat, "train", "--resume", str(job.run)]),
         fresh=shlex.join([*offbeat, "train", *job.train]),
     )
     body = []
+    if len(job.placement.machines) > 1:
+        body.append(KEEP.format(nodes=shlex.quote(str(job.folder / "nodes"))).strip("\n") + "\n")
     for number, (machine, _) in enumerate(parts):
         nodes = "SLURM_JOB_NODELIST" + (f"_HET_GROUP_{number}" if len(parts) > 1 else "")
         step = [f"--het-group={number}"] if len(parts) > 1 else []
