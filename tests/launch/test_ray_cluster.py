@@ -1,4 +1,4 @@
-"""A run on a Ray cluster of two classes: roles stand where they should, a node dies, another joins, and it ends whole."""
+"""A run on a Ray cluster of two classes: roles stand where they should; a node dies, another joins, it ends whole."""
 
 from __future__ import annotations
 
