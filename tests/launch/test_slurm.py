@@ -79,7 +79,7 @@ def test_the_job_has_a_component_for_each_class_and_a_step_for_each_node(tmp_pat
     text = slurm.script(job(tmp_path, options=("--time=8:00:00",)))
     assert text.count("#SBATCH hetjob") == 1
     assert text.count("#SBATCH --time=8:00:00") == 2
-    assert "#SBATCH --nodes=2 --ntasks-per-node=1 --cpus-per-task=8\n#SBATCH --no-kill --requeue" in text
+    assert "#SBATCH --nodes=2 --ntasks-per-node=1 --cpus-per-task=8\n#SBATCH --no-kill --no-requeue" in text
     assert "--gpus-per-node=h800:2" in text
     assert "--on local --workers-here 1" in text, "a GPU of the training node is left for a worker"
     assert "--workers 2" in text
@@ -90,6 +90,7 @@ def test_the_job_has_a_component_for_each_class_and_a_step_for_each_node(tmp_pat
 def test_a_cluster_of_one_class_is_a_plain_job(tmp_path: Path):
     text = slurm.script(job(tmp_path, NODES[:2]))
     assert "het" not in text
+    assert "#SBATCH --no-kill --requeue" in text
 
 
 def test_words_with_spaces_stay_one_word(tmp_path: Path):
@@ -193,6 +194,22 @@ def test_a_rollout_node_goes_down_and_one_joins_from_outside_the_job_and_the_run
     )
     producers = {one["worker"] for one in json.loads(told.stdout)["producers"] if one["num_trajectories"]}
     assert {"late-1", f"{down}-1", "h800-2-1", "h800-2-2"} <= producers
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_the_training_node_goes_down_and_the_run_is_resumed_by_another_job(tmp_path: Path, nodes: list[str]):
+    words = (*TINY, *PACED, "--schedule.mode=overlap", "--schedule.max-staleness=2", "--checkpoint.every=5")
+    run = OnSlurm(tmp_path, *words, "--run.steps=60", "--on=slurm", "--nodes=h800:1", "--nodes=h20:1")
+    try:
+        run.until_step(10)
+        (trains,) = {slurm_says("squeue", "-h", "-n", "offbeat-a", "-o", "%B").split()[0]}
+        slurm_says("scontrol", "update", f"nodename={trains}", "state=down", "reason=test")
+        assert run.process.wait(300) == 0, run.said
+    finally:
+        run.end()
+    assert "because a node failed; submitted again as" in run.said
+    check_whole(run.run, 60)
 
 
 @pytest.mark.full

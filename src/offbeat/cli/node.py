@@ -6,10 +6,15 @@ import argparse
 import asyncio
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from offbeat.cli.parser import Parser
 from offbeat.cli.trainer import exit_status
 from offbeat.errors import UserError
+
+if TYPE_CHECKING:
+    from offbeat.launch.join_file import JoinFile
+    from offbeat.launch.node import GangPart, NodePlan
 
 JOIN_FILE_WITHIN_S = 600.0
 
@@ -110,7 +115,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         return exit_status(f"node {name}", why)
 
 
-def _what(plan) -> str:  # type: ignore[no-untyped-def]  # the class is imported where it is used
+def _what(plan: NodePlan) -> str:
     ranks, workers = plan.gang.num_here, plan.num_workers
     parts = [f"{ranks} trainer rank{'s' * (ranks > 1)}"] if ranks else []
     parts += [f"{workers} worker{'s' * (workers > 1)}"] if workers else []
@@ -118,7 +123,7 @@ def _what(plan) -> str:  # type: ignore[no-untyped-def]  # the class is imported
     return " and ".join(parts) + on
 
 
-def _tokens(arguments: argparse.Namespace, known, *, has_rank_0: bool) -> dict[str, str]:  # type: ignore[no-untyped-def]
+def _tokens(arguments: argparse.Namespace, known: JoinFile | None, *, has_rank_0: bool) -> dict[str, str]:
     """Returns join tokens by role. A node whose children have joined before needs none."""
     from offbeat.client import credentials
 
@@ -132,7 +137,7 @@ def _tokens(arguments: argparse.Namespace, known, *, has_rank_0: bool) -> dict[s
     return tokens
 
 
-def _gang(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
+def _gang(arguments: argparse.Namespace) -> GangPart:
     from offbeat.launch.node import GangPart
     from offbeat.launch.worker_role import read_address
 

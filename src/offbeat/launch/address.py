@@ -12,6 +12,7 @@ import json
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from offbeat.config.explain import show
 from offbeat.config.schema import Config
@@ -20,6 +21,9 @@ from offbeat.errors import UserError
 from offbeat.files import write_atomic
 from offbeat.launch.run_folder import ADDRESS
 from offbeat.net import is_loopback, own_addresses
+
+if TYPE_CHECKING:
+    from cryptography.x509 import GeneralName
 
 PLAIN, AUTO = "plain", "auto"
 """Values of `serve.certificate`: no TLS, for a private network in which secrets may be sent unencrypted; and the run's
@@ -107,7 +111,7 @@ def _names(host: str) -> list[str]:
     return [*(own_addresses() if everywhere else [host]), "127.0.0.1"]
 
 
-def _general_name(name: str):  # type: ignore[no-untyped-def]  # cryptography is imported where it is used
+def _general_name(name: str) -> GeneralName:
     from cryptography import x509
 
     with suppress(ValueError):

@@ -3,7 +3,7 @@
 The job's script starts one step on each node, so that a node that dies takes no other along: on the training node
 `offbeat train`, on all nodes with workers `offbeat node`, which finds the run by the join file in the job's folder.
 That folder must be shared by all nodes, as a user's home is; the run's own folder must not be, because of its ledger.
-A job that Slurm requeues resumes its run.
+A job whose training node fails is submitted again, or requeued by Slurm if it has one class, and resumes its run.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from offbeat.errors import OffbeatError, UserError
 from offbeat.files import make_folder, readable_by
 from offbeat.launch.cluster import Machine, Placement
 
+MAX_SUBMITTED = 20
+"""Jobs that one command submits for a run whose nodes fail; each of them resumes the run."""
 ANSWERS_WITHIN_S = 8.0
 """Seconds for Slurm to answer, so that what cannot be is refused within ten."""
 LOOK_EVERY_S = 1.0
@@ -157,7 +159,8 @@ def script(job: Job) -> str:
     for number, (machine, count) in enumerate(parts):
         options += ["#SBATCH hetjob"] if number else []
         options += [f"#SBATCH --nodes={count} --ntasks-per-node=1 --cpus-per-task={machine.num_cores}"]
-        options += [f"#SBATCH --no-kill --requeue {_class_options(machine)}".rstrip()]
+        again = "--requeue" if len(parts) == 1 else "--no-requeue"  # Slurm would requeue the first component alone
+        options += [f"#SBATCH --no-kill {again} {_class_options(machine)}".rstrip()]
         options += [f"#SBATCH {option}" for option in job.options]
     offbeat = [sys.executable, "-m", "offbeat"]
     here = job.placement.workers_on(job.placement.trains)
@@ -227,13 +230,14 @@ def state_of(number: str) -> tuple[str, str, int]:
 
 
 def follow(job: Job, number: str, say: Callable[[str], None]) -> int:
-    """Prints what the job prints until it has ended; returns its exit status. Asked to stop (Ctrl-C, SIGTERM), stops
+    """Prints what the job prints until it has ended; returns its exit status. A job that ended because a node failed is
+    submitted again. Asked to stop (Ctrl-C, SIGTERM), stops
     the run, which ends with a checkpoint; asked twice, leaves the job alone."""
     log, at, told, asked = job.folder / LOG, 0, "", list[signal.Signals]()
     before = {
         n: signal.signal(n, lambda got, _: asked.append(signal.Signals(got))) for n in (signal.SIGINT, signal.SIGTERM)
     }
-    num_passed = 0
+    num_passed, num_submitted = 0, 1
     try:
         while True:
             state, reason, status = state_of(number)
@@ -241,7 +245,10 @@ def follow(job: Job, number: str, say: Callable[[str], None]) -> int:
             if state in PENDING and reason not in (told, "None", ""):
                 told = reason
                 say(f"job {number} waits: {reason}")
-            if state not in ALIVE:
+            if state == "NODE_FAIL" and not asked and num_submitted < MAX_SUBMITTED:
+                before_it, number, num_submitted = number, submit(job), num_submitted + 1
+                say(f"job {before_it} has ended, because a node failed; submitted again as {number}")
+            elif state not in ALIVE:
                 if state != "COMPLETED":
                     say(f"job {number} has ended: {state}, exit status {status}; its run: {job.run}")
                 return status if state == "COMPLETED" else status or 1
