@@ -23,7 +23,8 @@ from offbeat.launch.cluster import Machine, Placement
 
 LABEL, ACCELERATOR = "offbeat.io/class", "ray.io/accelerator-type"
 """Labels of a node that name its class: Offbeat's own (ray start --labels offbeat.io/class=h20), else Ray's."""
-ANSWERS_WITHIN_S = 30.0
+ANSWERS_WITHIN_S = 10.0
+"""Seconds that an actor gets to answer before the others are looked at, and it is asked again."""
 LOOK_EVERY_S = 1.0
 STOP_WITHIN_S = 100.0
 JOIN_FILE = "join.json"
@@ -206,13 +207,15 @@ class RayRun:
         sys.stdout.flush()
 
     def _get(self, placed: Placed, reference: Any) -> Any:
-        """Returns an actor's answer; None, and notes that its node is lost, if there is none."""
+        """Returns an actor's answer; None if there is none in time, or if its node is lost, which is noted."""
         errors = self._ray.exceptions
         try:
             return self._ray.get(reference, timeout=ANSWERS_WITHIN_S)
-        except (errors.RayActorError, errors.GetTimeoutError, errors.RayTaskError) as error:
-            if isinstance(error, errors.RayTaskError):
-                raise OffbeatError(f"{placed.machine.name}: {error.cause}") from error
+        except errors.GetTimeoutError:  # a busy node; Ray itself says when a node is dead
+            return None
+        except errors.RayTaskError as error:
+            raise OffbeatError(f"{placed.machine.name}: {error.cause}") from error
+        except errors.RayActorError:
             if not placed.is_lost:
                 self._say(f"{placed.machine.name} ({placed.machine.kind}) is lost; the others carry on with its work")
             placed.is_lost = True
