@@ -6,7 +6,7 @@ import re
 
 from doc_reader import ROOT
 
-from offbeat.cli import worker
+from offbeat.cli import node, worker
 from offbeat.cli.parser import Parser
 from offbeat.config.keys import known_keys
 from offbeat.config.local_keys import LOCAL_KEYS
@@ -23,7 +23,10 @@ def test_the_keys_of_a_machine_are_those_that_are_held_back():
 def test_every_flag_and_key_on_the_page_exists():
     parser = Parser(prog="offbeat worker")
     worker.add_arguments(parser)
-    known = {word for action in parser._actions for word in action.option_strings} | {"--resume"}
+    of_nodes = Parser(prog="offbeat node")
+    node.add_arguments(of_nodes)
+    actions = [*parser._actions, *of_nodes._actions]
+    known = {word for action in actions for word in action.option_strings} | {"--resume"}
     flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*(?![\w.-])", PAGE))
     assert flags >= {"--trust-coordinator", "--allow-plain", "--secrets-file"}
     assert flags <= known

@@ -266,3 +266,26 @@ def test_half_a_redemption_leaves_nothing(ledger):
     assert ledger.list_workers() == []
     ledger.execute("DROP TRIGGER stop")
     assert redeem(ledger, token, "w").name == "w"
+
+
+def test_a_fleet_token_lets_in_as_many_workers_as_it_says_and_then_nobody(ledger):
+    token = ledger.issue_token(Role.ROLLOUT, MINUTES, uses=3)
+    secrets = [new_secret() for _ in range(3)]
+    for number, secret in enumerate(secrets):
+        assert ledger.redeem(token, f"w{number}", {}, secret_hash(secret)).name == f"w{number}"
+    with pytest.raises(Forbidden, match="this join token was for 3 workers, and all of them have joined"):
+        redeem(ledger, token, "late")
+    for number, secret in enumerate(secrets):  # an answer was lost
+        assert ledger.redeem(token, "again", {}, secret_hash(secret)).name == f"w{number}"
+    assert len(ledger.list_workers()) == 3
+
+
+def test_a_fleet_token_expires_and_its_uses_are_bounded(timed, clock):
+    token = timed.issue_token(Role.ROLLOUT, MINUTES, uses=2)
+    redeem(timed, token, "w")
+    clock.now_s += 60 * MINUTES
+    with pytest.raises(Forbidden, match="expired"):
+        redeem(timed, token, "late")
+    for uses in (0, 1001):
+        with pytest.raises(UserError, match=rf"uses is {uses}; .* at least 1 and at most 1000"):
+            timed.issue_token(Role.ROLLOUT, MINUTES, uses=uses)

@@ -44,8 +44,12 @@ def commands(page: Path) -> list[str]:
     return [shlex.join(words) for line in lines if (words := shlex.split(line, comments=True))]
 
 
-SWARM = [command for page in ("swarm", "two-machines", "weights") for command in commands(ROOT / "docs" / f"{page}.md")]
-"""What `test_swarm`, `test_two_machines` and `test_weights_page` type into several terminals."""
+SWARM = [
+    command
+    for page in ("swarm", "two-machines", "weights", "cluster")
+    for command in commands(ROOT / "docs" / f"{page}.md")
+]
+"""What `test_swarm`, `test_two_machines`, `test_weights_page` and `test_cluster_page` type into several terminals."""
 ATTACHING = [line for line in commands(ROOT / "docs" / "engines.md") if "127.0.0.1:8700" in line or "--host" in line]
 """What `test_engines_page` types, or compares with what a worker would start."""
 RUN_BY_ENGINE_TESTS = (ROOT / "tests" / "contracts" / "test_vllm_runs.py").read_text()

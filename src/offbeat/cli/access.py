@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from offbeat.ledger.workers import WorkerRecord
 
 ACTIONS = {
-    "token": "print a token with which one worker can join, once",
+    "token": "print a token with which one worker can join, once, or several with --uses",
     "list": "list the workers that have joined",
     "revoke": "make a worker's secret invalid",
 }
@@ -43,6 +43,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--minutes", type=float, help=f"with token: how long it can be used (default: {DEFAULT_MINUTES:g})"
     )
+    parser.add_argument("--uses", type=int, metavar="N", help="with token: how many workers it lets in (default: 1)")
     parser.add_argument("--reason", help="with revoke: the reason to give to the worker")
     parser.add_argument("--json", action="store_true", help="with list: one line of JSON")
 
@@ -54,19 +55,21 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     folder = chosen_run(arguments.run)
     if arguments.action == "token":
         minutes = DEFAULT_MINUTES if arguments.minutes is None else arguments.minutes
-        return issue_token(folder, arguments.role or "rollout", minutes)
+        uses = 1 if arguments.uses is None else arguments.uses
+        return issue_token(folder, arguments.role or "rollout", minutes, uses)
     if arguments.action == "list":
         return list_workers(folder, as_json=arguments.json)
     return revoke(folder, arguments.name, arguments.reason)
 
 
-def issue_token(folder: Path, role: str = "rollout", minutes: float = DEFAULT_MINUTES) -> int:
-    """Prints a join token, valid for `minutes`, and nothing else, so that the output can be piped."""
+def issue_token(folder: Path, role: str = "rollout", minutes: float = DEFAULT_MINUTES, uses: int = 1) -> int:
+    """Prints a join token for `uses` workers, valid for `minutes`, and nothing else, so that the output can be
+    piped."""
     from offbeat.ledger.workers import Role
 
     with _ledger(folder) as ledger, ledger.naming_damage():
         _check_joinable(folder)
-        token = ledger.issue_token(Role(role), minutes)
+        token = ledger.issue_token(Role(role), minutes, uses)
     print(token)
     return 0
 
@@ -99,7 +102,14 @@ def revoke(folder: Path, name: str, reason: str | None = None) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Raises `UserError` for options that do not apply to the action."""
-    belongs = {"name": "revoke", "reason": "revoke", "role": "token", "minutes": "token", "json": "list"}
+    belongs = {
+        "name": "revoke",
+        "reason": "revoke",
+        "role": "token",
+        "minutes": "token",
+        "uses": "token",
+        "json": "list",
+    }
     for name, action in belongs.items():
         if getattr(arguments, name) not in (None, False) and arguments.action != action:
             shown = name.upper() if name == "name" else f"--{name}"

@@ -36,6 +36,7 @@ COMMANDS = {
     "serve": "coordinate a run that a trainer and workers join",
     "trainer": "train for a run that is coordinated elsewhere",
     "worker": "generate for a run; or issue join tokens to workers, list them, revoke them",
+    "node": "run and restart the workers of one machine of a run, and trainer ranks where told so",
     "plan": "choose machines for a workload: which to rent, which train and which generate",
     "simulate": "simulate a run: what a fleet, a plan or a finished run would do, and what if",
     "calibrate": "measure a machine, or fit the planner's cost model to measurements",
@@ -53,8 +54,8 @@ COMMANDS = {
 overrides)`; overrides are keys of the configuration, such as `--batch.group-size 16`."""
 ACCESS = ("token", "list", "revoke")
 """Actions of `offbeat worker` that the module `access` implements."""
-TAKES_OVERRIDES = ("train", "serve", "trainer", "worker", "eval", "doctor")
-ROLES = ("serve", "trainer", "worker")
+TAKES_OVERRIDES = ("train", "serve", "trainer", "worker", "node", "eval", "doctor")
+ROLES = ("serve", "trainer", "worker", "node")
 STOPPED = 3
 """Exit status of a coordinator, trainer or worker that would fail for the same reason if it were restarted."""
 HELP_WORDS = ("-h", "--help", "help")

@@ -35,7 +35,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     check(config, resume)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no warning about a missing torch
     with hidden("torch"):  # a tokenizer does not need torch, but transformers would load it
-        from offbeat.launch.coordinator_role import address_of, serve
+        from offbeat.launch.address import address_of
+        from offbeat.launch.coordinator_role import serve
     address_of(config).check()
     with RunFolder.open(resume, config) if resume else RunFolder.create(config) as folder:
         try:

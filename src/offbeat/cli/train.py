@@ -20,12 +20,16 @@ from offbeat.extras import hidden
 
 if TYPE_CHECKING:
     from offbeat.launch.engine_choice import Choice
+    from offbeat.launch.supervisor import Devices
     from offbeat.observability.advice import Advice
 
 EPILOG = """\
 Any key of the configuration can be given as --section.key value, such as --batch.group-size 16; a key of the only
 task as --task.level 3, of one among several as --task.0.level 3.
 """
+
+
+LAUNCHERS = ("local", "slurm", "ray")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -40,6 +44,31 @@ def add_arguments(parser: Parser) -> None:
         help="with --resume: if the checkpoints are lost, undo all steps of the run and begin again",
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print a summary of the run, and stop")
+    parser.add_argument(
+        "--on", choices=LAUNCHERS, help="place the run: on this machine's GPUs, or on the nodes of a cluster"
+    )
+    parser.add_argument(
+        "--nodes",
+        metavar="CLASS:NODES",
+        action="append",
+        default=[],
+        help="on a cluster: how many; else all that are idle",
+    )
+    parser.add_argument("--train-on", metavar="CLASS", help="on a cluster: class of the node that trains")
+    parser.add_argument(
+        "--slurm",
+        metavar="OPTION",
+        action="append",
+        default=[],
+        help="with --on slurm: for sbatch, as --slurm=--time=8:00",
+    )
+    parser.add_argument("--workers-here", metavar="N", type=int, help="with --on local: workers on this machine")
+    parser.add_argument(
+        "--join-file",
+        metavar="FILE",
+        type=Path,
+        help="write the file with which offbeat node joins this run from elsewhere",
+    )
     parser.add_argument(
         "--keys", nargs="?", const="common", choices=("common", "all"), help="list the common keys, or all, and stop"
     )
@@ -59,6 +88,11 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.name:
         overrides = [*overrides, f"--run.name={arguments.name}"]
     config, resume = resolve(arguments.config, overrides, arguments.resume)
+    _check_words(arguments)
+    if arguments.on == "slurm":
+        return _on_slurm(arguments, overrides, config, resume)
+    if arguments.on == "ray":
+        return _on_ray(arguments, overrides, config, resume)
     if resume is None:
         return _start(arguments, overrides, config, None)
     from offbeat.cli.chosen_run import where_it_started
@@ -75,6 +109,9 @@ def _start(arguments: argparse.Namespace, overrides: list[str], config: Config, 
     from offbeat.launch.engine_choice import announce, with_chosen_engine
     from offbeat.launch.engine_parts import check_engine
 
+    devices = None
+    if arguments.on == "local":
+        config, devices = _placed_here(arguments, overrides, config)
     given = config
     config, choice = with_chosen_engine(given)
     check_engine(config, config.rollout.workers)
@@ -88,15 +125,135 @@ def _start(arguments: argparse.Namespace, overrides: list[str], config: Config, 
         refuse_in_use(resume)
         if not arguments.from_scratch:
             refuse_trainer_elsewhere(resume)
+    if arguments.join_file is not None and config.rollout.workers is None:
+        raise UserError(
+            f"--join-file {arguments.join_file}: this run is one process, which nobody can join; add "
+            "--rollout.workers 0, or more to generate here, too"
+        )
     if config.rollout.workers is not None:
-        return _supervise(config, resume, arguments.config, overrides, from_scratch=arguments.from_scratch)
+        return _supervise(config, resume, arguments, overrides, devices)
     from offbeat.launch import local
 
     return status_of(local.train(config, resume=resume, from_scratch=arguments.from_scratch))
 
 
+def _check_words(arguments: argparse.Namespace) -> None:
+    """Raises `UserError` for options that do not go together."""
+    clusters = ("slurm", "ray")
+    belongs = {"nodes": clusters, "train_on": clusters, "slurm": ("slurm",), "workers_here": ("local",)}
+    for name, launchers in belongs.items():
+        if getattr(arguments, name) not in (None, []) and arguments.on not in launchers:
+            raise UserError(f"--{name.replace('_', '-')} goes with --on {' or '.join(launchers)}")
+    if arguments.workers_here is not None and arguments.workers_here < 0:
+        raise UserError(f"--workers-here {arguments.workers_here}: give 0 or more")
+
+
+def _placed_here(arguments: argparse.Namespace, overrides: list[str], config: Config) -> tuple[Config, Devices | None]:
+    """Places a run on this machine and prints how. Returns its configuration with the number of workers that the run's
+    supervisor starts itself, and the GPUs of trainer and workers where each has some of its own. Adds the keys that it
+    sets to `overrides`."""
+    import platform
+
+    from offbeat.config import resolved
+    from offbeat.config.load import from_dict
+    from offbeat.launch import gpus
+    from offbeat.launch.cluster import Machine, Placement, place, refuse_network_folder
+    from offbeat.launch.processes import num_cores
+    from offbeat.launch.supervisor import Devices
+
+    refuse_network_folder(config)
+    found = gpus.visible_gpus()
+    here = Machine(platform.node().partition(".")[0] or "here", "this machine", len(found), num_cores())
+    wanted = arguments.workers_here
+    placed = Placement((here,), config.trainer.ranks) if wanted == 0 else place([here], config)
+    num_workers = placed.num_workers if wanted is None else wanted
+    rest = found[config.trainer.ranks :]
+    devices = None
+    if wanted and found and len(rest) < wanted * placed.gpus_per_worker:
+        raise UserError(f"--workers-here {wanted}: {len(rest)} of {len(found)} GPUs are left by trainer.ranks")
+    if num_workers and len(rest) >= placed.gpus_per_worker:
+        devices = Devices(found[: config.trainer.ranks], rest, num_workers, here.name)
+    own = 0 if devices else num_workers
+    overrides.append(f"--rollout.workers={own}")
+    if wanted is None and config.log.console != "quiet":
+        print("\n".join(placed.lines(with_names=True)), flush=True)
+    return from_dict(resolved(config), {"rollout.workers": own}), devices
+
+
+def _on_slurm(arguments: argparse.Namespace, overrides: list[str], config: Config, resume: Path | None) -> int:
+    """Submits a run as a Slurm job and follows it; returns the run's exit status."""
+    import sys
+    import time
+
+    from offbeat.cli.preview import check
+    from offbeat.launch import slurm
+    from offbeat.launch.cluster import place, refuse_network_folder, wanted_machines
+
+    refuse_network_folder(config)
+    check(config, resume)
+    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    options.add_argument("-p", "--partition")
+    found = slurm.find_machines(options.parse_known_args(arguments.slurm)[0].partition)
+    machines = wanted_machines(found.machines, arguments.nodes, found.idle)
+    placed = place(machines, config, arguments.train_on)
+    name = resume.name if resume else config.run.name or time.strftime("%Y%m%d-%H%M%S")
+    run = (resume or Path(config.run.dir).expanduser() / name).absolute()
+    reached = ["--rollout.workers=0", *([] if config.serve.host != HOME else REACHED)]
+    file = [str(Path(arguments.config).absolute())] if arguments.config else []
+    fresh = [*file, *overrides, *([] if config.run.name else [f"--run.name={name}"]), *reached]
+    job = slurm.Job(name, Path("jobs").absolute() / name, run, placed, fresh, (), arguments.slurm)
+    lines = placed.lines(with_names=False)
+    if arguments.dry_run:
+        print("\n".join(f"# {line}" for line in lines))
+        print(slurm.script(job), end="")
+        return 0
+    number = slurm.submit(job)
+    print("\n".join([*lines, f"job          {number}: log {job.folder / slurm.LOG}, run {run}"]), flush=True)
+    return slurm.follow(job, number, lambda text: print(f"offbeat: {text}", file=sys.stderr, flush=True))
+
+
+def _on_ray(arguments: argparse.Namespace, overrides: list[str], config: Config, resume: Path | None) -> int:
+    """Runs a run on a Ray cluster, as long as this process lives; returns the run's exit status."""
+    import sys
+    import time
+
+    from offbeat.cli.preview import check
+    from offbeat.launch import ray_cluster
+    from offbeat.launch.cluster import place, refuse_network_folder, wanted_machines
+
+    refuse_network_folder(config)
+    check(config, resume)
+    ray = ray_cluster.connect()
+    machines = list(ray_cluster.find_machines(ray).values())
+    placed = place(
+        wanted_machines(machines, arguments.nodes, [machine.name for machine in machines]), config, arguments.train_on
+    )
+    name = resume.name if resume else config.run.name or time.strftime("%Y%m%d-%H%M%S")
+    run = (resume or Path(config.run.dir).expanduser() / name).absolute()
+    print("\n".join([*placed.lines(with_names=True), f"run          {run}, on {placed.trains.name}"]), flush=True)
+    if arguments.dry_run:
+        return 0
+    file = [str(Path(arguments.config).absolute())] if arguments.config else []
+    reached = ["--rollout.workers=0", *([] if config.serve.host != HOME else REACHED)]
+    fresh = [
+        *file,
+        *overrides,
+        f"--run.dir={run.parent}",
+        *([] if config.run.name else [f"--run.name={name}"]),
+        *reached,
+    ]
+    train = ["--resume", str(resume.absolute())] if resume else fresh
+    say = lambda text: print(f"offbeat: {text}", file=sys.stderr, flush=True)  # noqa: E731
+    return ray_cluster.RayRun(ray, name, placed, train, say).to_end()
+
+
+HOME = "127.0.0.1"
+REACHED = ("--serve.host=0.0.0.0", "--serve.certificate=auto")
+"""Keys with which the coordinator of a job can be reached by its other nodes."""
+
+
 def _supervise(
-    config: Config, resume: Path | None, file: str | None, overrides: list[str], *, from_scratch: bool
+    config: Config, resume: Path | None, arguments: argparse.Namespace, overrides: list[str], devices: Devices | None
 ) -> int:
     """Runs coordinator, trainer and workers as separate processes; returns the exit status."""
     import asyncio
@@ -107,9 +264,12 @@ def _supervise(
 
     asyncio.run(check_roles(config))
     engine = [f"--rollout.engine={config.rollout.engine}", f"--rollout.workers={config.rollout.workers}"]
+    file = arguments.config
     again = ["serve", *([file] if file else []), *overrides, *engine]
     first = [*again, "--resume", str(resume)] if resume else again
-    supervisor = Supervisor(config, first, again, from_scratch=from_scratch)
+    supervisor = Supervisor(
+        config, first, again, from_scratch=arguments.from_scratch, join_file=arguments.join_file, devices=devices
+    )
     try:
         return status_of(asyncio.run(supervisor.run_to_end()))
     except UserError:

@@ -40,11 +40,12 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from offbeat.launch import parent_watch
     from offbeat.launch.joining import own_folder
+    from offbeat.launch.run_folder import LEDGER
     from offbeat.ledger.workers import Role
 
     if arguments.engine_url:
         overrides = [*overrides, f"--engine.url={arguments.engine_url}"]
-    is_supervised = parent_watch.watch_parent()  # then it was started by the run itself, on the trainer's machine
+    is_supervised = parent_watch.watch_parent()
     with own_folder(arguments.dir, arguments.name, arguments.join) as (folder, name):
         invitation = invitation_of(arguments, Role(arguments.role), folder, name)
         if invitation.role is Role.REWARD:
@@ -57,10 +58,11 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
             raise UserError("--peer-address needs --site, the name of the site whose workers fetch weights there")
         site = Site(arguments.site, read_address(arguments.peer_address) if arguments.peer_address else None)
         shares_disk = not arguments.fetch_weights
+        home = folder.parents[1]  # of a worker that the run itself has started, on the trainer's machine: the run
         working = work(
             *(invitation, overrides, site),
             shares_disk=shares_disk,
             engine_log=arguments.engine_log,
-            beside_trainer=folder.parents[1] if is_supervised else None,  # it is in the run's folder `workers`
+            beside_trainer=home if is_supervised and (home / LEDGER).is_file() else None,
         )
         return exit_status(f"worker {name}", asyncio.run(working))

@@ -690,8 +690,8 @@ class ServeConfig(Section):
     port: int = free(0, ge=0, le=65535)
     """Port of the coordinator. 0: any free port, which a resumed run keeps."""
     certificate: str | None = free(None)
-    """PEM file with the coordinator's TLS certificate. plain: no TLS, within a private network. Workers then need
-    --allow-plain."""
+    """PEM file with the coordinator's TLS certificate. auto: one of the run's own, made in its folder, which workers
+    need as --ca-file. plain: no TLS, within a private network. Workers then need --allow-plain."""
     key: str | None = free(None)
     """PEM file with the certificate's private key."""
     behind_proxy: bool = free(False)

@@ -12,19 +12,17 @@ import os
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from pathlib import Path
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from offbeat.config import resolved, secrets
-from offbeat.config.explain import show
 from offbeat.config.schema import Config
 from offbeat.coordinator.api.app import PAGE
 from offbeat.coordinator.api.server import Address, HttpServer
 from offbeat.coordinator.api.state import ServedRun
-from offbeat.errors import UserError
 from offbeat.files import write_atomic
 from offbeat.launch import wiring
+from offbeat.launch.address import address_of, port_before
 from offbeat.launch.coordinator_runtime import (
     CoordinatorRuntime,
     await_last_evaluation,
@@ -41,8 +39,6 @@ from offbeat.launch.stopping import Stopping
 from offbeat.tools.page.server import BESIDE_SHARE, PageApp, page_token
 from offbeat.weights.version import WeightFolder
 
-PLAIN = "plain"
-"""Value of `serve.certificate` for a private network, in which secrets may be sent unencrypted."""
 NUM_THREADS = 6
 """Number of threads that process large HTTP bodies and files. On a large machine asyncio would use 32, and each thread
 keeps as much memory as its largest body needed."""
@@ -75,7 +71,7 @@ async def serve(folder: RunFolder, command: str = "serve") -> dict[str, Any]:
         server = await stack.enter_async_context(_serving(served, address_of(config, folder.path)))
         near = server  # for processes on this machine, which need no certificate
         if server.address.has_tls or not server.address.is_loopback:
-            loopback = Address(port=_port_before(folder.path, "near_url"))
+            loopback = Address(port=port_before(folder.path, "near_url"))
             near = await stack.enter_async_context(_serving(served, loopback))
         _announce(folder, server, near.url, runtime, needs_trainer=command == "serve")
         is_finished = await _until_over(folder, runtime, stopping)
@@ -113,40 +109,6 @@ async def _serving(served: ServedRun, address: Address) -> AsyncIterator[HttpSer
         yield server
     finally:
         await server.stop()
-
-
-def address_of(config: Config, run: Path | None = None) -> Address:
-    """Returns the configured address to serve at. If the port is 0 (any), takes the port at which the run in folder
-    `run` was served last, because its workers know that port."""
-    wanted = config.serve
-    is_plain = wanted.certificate == PLAIN
-    if is_plain and wanted.key is not None:
-        raise UserError(
-            f'serve.key = {show(wanted.key)}: is not used with serve.certificate = "{PLAIN}"; leave out serve.key, or '
-            "set serve.certificate to the file of a certificate"
-        )
-    return Address(
-        host=wanted.host,
-        port=wanted.port or (_port_before(run, "url") if run is not None else 0),
-        certificate=None if wanted.certificate is None or is_plain else Path(wanted.certificate).expanduser(),
-        key=None if wanted.key is None else Path(wanted.key).expanduser(),
-        behind_proxy=wanted.behind_proxy,
-        is_plain=is_plain,
-    )
-
-
-def _port_before(run: Path, which: str) -> int:
-    """Returns the port at which the run was served last: that of the URL with the key `which` in serve.json.
-
-    Returns 0 (any port) if there is none. A copied run folder also gets 0 while the original exists, because the port
-    belongs to the original's workers.
-    """
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        last = json.loads((run / ADDRESS).read_text())
-        home = Path(last.get("run") or run)
-        if home.resolve() == run.resolve() or not (home / ADDRESS).is_file():
-            return int(last[which].rsplit(":", 1)[1])
-    return 0
 
 
 def _announce(

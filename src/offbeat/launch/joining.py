@@ -72,10 +72,10 @@ class JoinedRun:
     config: Config
 
 
-def new_token(run: Path, role: str) -> str:
-    """Returns a new join token, with which a child process on this machine can join the run in folder `run`."""
+def new_token(run: Path, role: str, uses: int = 1) -> str:
+    """Returns a new join token, with which `uses` child processes on this machine can join the run in folder `run`."""
     with Ledger(run / "ledger.sqlite", must_exist=True) as ledger, ledger.naming_damage():
-        return ledger.issue_token(Role(role), LOCAL_TOKEN_MINUTES)
+        return ledger.issue_token(Role(role), LOCAL_TOKEN_MINUTES, uses)
 
 
 @asynccontextmanager

@@ -54,13 +54,16 @@ class Site:
     """Host and port at which the worker serves pieces to others of its site; None: it only fetches."""
 
 
-def read_address(text: str) -> tuple[str, int]:
+def read_address(text: str, option: str = "--peer-address") -> tuple[str, int]:
+    """Returns host and port of an option's text, such as "10.0.0.1:29500"."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise UserError(
-            f"--peer-address {text!r}: write it as HOST:PORT, the address at which other workers of the site reach "
-            "this worker; port 0 stands for any free port"
+        what = (
+            "the address at which other workers of the site reach this worker; port 0 stands for any free port"
+            if option == "--peer-address"
+            else "an address of rank 0's machine that the other machines reach"
         )
+        raise UserError(f"{option} {text!r}: write it as HOST:PORT, {what}")
     return host.strip("[]"), int(port)
 
 

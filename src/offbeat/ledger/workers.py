@@ -1,7 +1,8 @@
 """Join tokens, workers and their secrets.
 
-A join token is issued to a person, expires soon, and makes one worker with a name of its own. Here, trainers and remote
-judges (which compute rewards) are workers, too. The worker draws its own secret and sends only the secret's hash.
+A join token is issued to a person, expires soon, and makes one worker with a name of its own; a fleet token makes as
+many workers as it was issued for. Here, trainers and remote judges (which compute rewards) are workers, too. The worker
+draws its own secret and sends only the secret's hash.
 Tokens and secrets are 256 random bits, stored as hashes, so that someone who reads the file cannot impersonate a
 worker. Joining is one transaction, so that a token makes at most one worker even if several processes use it. Using the
 token again with the same secret returns the same worker, so that a worker can repeat a request whose response was lost.
@@ -42,6 +43,8 @@ SEEN, COORDINATOR = "worker_seen", ""
 stands for the coordinator."""
 MAX_MINUTES = 7 * 24 * 60
 """Longest validity of a join token, one week; a longer-lived token would be a password."""
+MAX_USES = 1000
+"""Most workers that one fleet token lets in."""
 
 
 class Role(StrEnum):
@@ -107,17 +110,21 @@ class JoinedWorker:
 
 class Workers(Database):
     @transactional
-    def issue_token(self, role: Role, minutes: float) -> str:
-        """Returns a new token with which one worker may join within `minutes`; stores only its hash."""
+    def issue_token(self, role: Role, minutes: float, uses: int = 1) -> str:
+        """Returns a new token with which `uses` workers may join within `minutes`; stores only hashes, one for each
+        use."""
         if not 0 < minutes <= MAX_MINUTES:
             raise UserError(
                 f"minutes is {minutes:g}; a join token is valid for more than 0 and at most {MAX_MINUTES} minutes"
             )
+        if not 1 <= uses <= MAX_USES:
+            raise UserError(f"uses is {uses}; a join token lets in at least 1 and at most {MAX_USES} workers")
         token, now = secrets.token_urlsafe(SECRET_BYTES), self.wall_clock()
-        self.execute(
-            "INSERT INTO join_tokens (hash, role, issued_at, expires_at) VALUES (?, ?, ?, ?)",
-            (secret_hash(token), role.value, now, now + 60 * minutes),
-        )
+        for use in range(uses):
+            self.execute(
+                "INSERT INTO join_tokens (hash, role, issued_at, expires_at) VALUES (?, ?, ?, ?)",
+                (_use_hash(token, use), role.value, now, now + 60 * minutes),
+            )
         return token
 
     def is_token(self, token: str) -> bool:
@@ -129,17 +136,23 @@ class Workers(Database):
     def redeem(self, token: str, name: str, capabilities: Mapping[str, Any], hashed_secret: bytes) -> JoinedWorker:
         """Creates the worker that joins with `token`, named `name`, or `name-2` and so on if taken. A repeated call
         with the same secret returns the same worker. Raises `Forbidden` if token or secret cannot be used."""
-        found = self.execute(
-            "SELECT role, expires_at, used_by FROM join_tokens WHERE hash = ?", (secret_hash(token),)
-        ).fetchone()
-        if found is None:
-            raise Forbidden("this join token was never issued for this run")
-        role, expires_at, used_by = found
         owner = self.execute("SELECT name FROM workers WHERE secret_hash = ?", (hashed_secret,)).fetchone()
-        if used_by is not None:
+        users, row, hashed_use = list[str](), self._use(token, 0), b""
+        while row is not None:
+            role, expires_at, used_by = row
+            hashed_use = _use_hash(token, len(users))
+            if used_by is None:
+                break
             if owner == (used_by,):
                 return JoinedWorker(name=used_by, role=Role(role))
-            raise Forbidden(f"this join token was already used by worker {used_by}")
+            users.append(used_by)
+            row = self._use(token, len(users))
+        else:
+            if not users:
+                raise Forbidden("this join token was never issued for this run")
+            if len(users) == 1:
+                raise Forbidden(f"this join token was already used by worker {users[0]}")
+            raise Forbidden(f"this join token was for {len(users)} workers, and all of them have joined")
         if owner is not None:
             raise Forbidden(f"this secret already belongs to worker {owner[0]}; join with a newly drawn secret")
         now = self.wall_clock()
@@ -150,8 +163,13 @@ class Workers(Database):
             "INSERT INTO workers (name, role, secret_hash, state, capabilities, joined_at) VALUES (?, ?, ?, ?, ?, ?)",
             (name, role, hashed_secret, ACTIVE.value, json.dumps(dict(capabilities)), now),
         )
-        self.execute("UPDATE join_tokens SET used_by = ?, used_at = ? WHERE hash = ?", (name, now, secret_hash(token)))
+        self.execute("UPDATE join_tokens SET used_by = ?, used_at = ? WHERE hash = ?", (name, now, hashed_use))
         return JoinedWorker(name=name, role=Role(role))
+
+    def _use(self, token: str, use: int) -> tuple[str, float, str | None] | None:
+        """Returns role, time of expiry and user of one use of a token; None: it was issued for fewer uses."""
+        query = "SELECT role, expires_at, used_by FROM join_tokens WHERE hash = ?"
+        return self.execute(query, (_use_hash(token, use),)).fetchone()
 
     def worker_by_secret(self, secret: str) -> WorkerRecord | None:
         """Returns the worker, in any state, to which a secret belongs; None if the secret is unknown."""
@@ -246,6 +264,11 @@ class Workers(Database):
 def new_secret() -> str:
     """Returns a random secret for a worker that is about to join."""
     return secrets.token_urlsafe(SECRET_BYTES)
+
+
+def _use_hash(token: str, use: int) -> bytes:
+    """Returns the hash that stands for one use of a token; the first is the hash of the token itself."""
+    return secret_hash(f"{token} {use}" if use else token)
 
 
 def unproven_tasks(db: Database, batch: int) -> set[int]:
