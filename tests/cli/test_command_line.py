@@ -248,7 +248,7 @@ def test_keys_lists_the_common_keys_or_all_with_a_line_each(capsys):
     assert [line.split()[0] for line in every] == known_keys()
     assert set(common) < set(every)
     assert (len(common), count) == (40, len(every))
-    assert count <= 121
+    assert count <= 131
     assert max(map(len, every)) <= 120
     assert last == f"40 of {count} keys; all of them: offbeat train --keys all"
     assert not any("paced" in line for line in every)

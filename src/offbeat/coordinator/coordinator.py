@@ -405,7 +405,7 @@ class Coordinator:
         if kind == ENVIRONMENT:
             self.rewards.scorer.failed(reason)
         else:
-            self.rewards.scorer.num_failed += counts
+            self.rewards.scorer.num_failed += kind != LOST_ENVIRONMENT
         self.lease_manager.failed(worker, task)
         if counts and kind != ENVIRONMENT and (why := self.fitness.failed(worker, task, reason)):
             await self._record_set_aside(worker, why)

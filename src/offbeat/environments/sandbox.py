@@ -247,13 +247,16 @@ def _sandbox(tmp_bytes: int) -> list[str]:
     is_root = os.geteuid() == 0  # it needs no user namespace, in which there would be no user to become
     own = ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try")
     unshared = own if is_root else ("--unshare-all",)
-    places: list[str] = []
+    # An own /tmp first: this Python may lie in the real one.
+    places = ["--perms", "1777", "--size", str(tmp_bytes), "--tmpfs", "/tmp"]
     shown = {"/usr", "/lib", "/lib64", "/bin", "/sbin", sys.prefix, sys.base_prefix, sys.exec_prefix}
     for place in sorted(shown):
         if not Path(place).is_dir():
             continue
         target = os.readlink(place) if os.path.islink(place) else ""
         for parent in reversed(Path(place).parents[:-1]):  # by itself bwrap makes them for root alone
+            if str(parent) == "/tmp":
+                continue
             places += ["--perms", "0755", "--dir", str(parent)]
         places += ["--symlink", target, place] if target else ["--ro-bind", place, place]
     places += ["--perms", "0755", "--dir", "/etc"]
@@ -261,7 +264,7 @@ def _sandbox(tmp_bytes: int) -> list[str]:
         places += ["--ro-bind-try", place, place]
     command = [
         *("bwrap", *unshared, "--die-with-parent", "--new-session", "--clearenv", *places),
-        *("--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(tmp_bytes), "--tmpfs", "/tmp"),
+        *("--proc", "/proc", "--dev", "/dev"),
         *("--remount-ro", "/dev", "--chdir", "/tmp", "--hostname", "sandbox"),
         *("--ro-bind", sandboxed_python.__file__, "/interpreter.py"),
         *("--setenv", "HOME", "/tmp", "--setenv", "PATH", "/usr/bin:/bin", "--setenv", "LANG", "C.UTF-8"),

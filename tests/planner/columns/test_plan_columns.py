@@ -151,7 +151,8 @@ def test_layers_are_divided_for_the_slower_stage_and_only_where_they_fit():
     assert divided(work(), [fast, replace(tight, room_bytes=20e9)]) == (21.0, (21, 7))
     assert divided(work(), [fast, tight]) == (23.0, (23, 5))
     assert divided(work(), [replace(fast, room_bytes=20e9), tight]) is None
-    assert divided(work(), [fast, tight], layers=(14, 14)) == (42.0, (14, 14))
+    assert divided(work(), [fast, replace(tight, room_bytes=20e9)], layers=(14, 14)) == (42.0, (14, 14))
+    assert divided(work(), [fast, tight], layers=(14, 14)) is None
 
 
 def test_a_pipeline_waits_for_its_fullest_stage_in_all_that_it_does():

@@ -46,6 +46,7 @@ EXTRAS = {
     "smollm2": "a real small model without a model hub (offbeat model smollm2)",
     "lora": "adapters instead of all weights (model.lora_rank)",
     "plot": "the reward curve as a picture",
+    "gymnasium": "environments of Gymnasium",
     "notebook": "notebooks, and metrics as a data frame",
     "remote": "weights and backups in a store such as S3",
     "tensorboard": "metrics in TensorBoard",
