@@ -130,6 +130,7 @@ def test_files_that_are_not_there_are_one_line(refused):
     assert "nowhere.toml" in refused(CLUSTER, "nowhere.toml")
 
 
+@pytest.mark.full
 def test_bound_0_is_explained(capsys):
     workload = edited("workload.toml", WORKLOAD_TEXT, ("max_staleness = 8", "max_staleness = 0"))
     assert "max_staleness = 0" in told(capsys, CLUSTER, workload)
@@ -177,6 +178,7 @@ def test_nodes_can_be_added_and_removed(capsys):
     assert few.step.tokens_per_s < many.step.tokens_per_s
 
 
+@pytest.mark.full
 def test_explain_tells_limits_places_and_assumptions(capsys):
     out = told(capsys, CLUSTER, WORKLOAD, "--budget", "80", "--explain")
     assert "budget +10%" in out
@@ -226,6 +228,7 @@ def test_lengths_come_from_a_runs_ledger(tmp_path, capsys):
     assert plan_tokens == pytest.approx(512 * sum(answers) / len(answers))
 
 
+@pytest.mark.full
 def test_cards_that_take_turns_are_told_kept_and_verified(capsys):
     waits = edited("workload.toml", WORKLOAD_TEXT, ("max_staleness = 8", "max_staleness = 0"))
     assert "in turn" in told(capsys, CLUSTER, waits)

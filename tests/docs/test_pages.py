@@ -102,7 +102,7 @@ def test_a_command_on_a_page_works(page: Path, command: str, reader: Reader):
             assert (said.status, "now       the loss is not finite" in said.out) == (1, True), said
         case ["offbeat", "check-loss", function]:
             assert reader.succeed("check-loss", function).endswith("everything holds\n")
-        case ["offbeat", "calibrate" | "plan", *words] if "constants.json" in words or "--measure" in words:
+        case ["offbeat", "calibrate" | "plan", *words] if {"constants.json", "--measure", "--engine"} & set(words):
             pass  # test_planning_page runs them one after the other
         case ["offbeat", "simulate", "--replay", "runs/NAME", *words]:
             assert reader.run.is_dir()

@@ -123,6 +123,7 @@ if os.fork() == 0:
 """
 
 
+@pytest.mark.full
 @sandboxed
 def test_fork_bombs_and_daemons_are_limited_and_end_with_their_call():
     bomb, left, daemon, later = run(
@@ -133,6 +134,7 @@ def test_fork_bombs_and_daemons_are_limited_and_end_with_their_call():
     assert (daemon, later) == ("", "[]")
 
 
+@pytest.mark.full
 @sandboxed
 def test_memory_and_disk_have_limits():
     told = run(
@@ -148,6 +150,7 @@ def test_memory_and_disk_have_limits():
     assert told[3] == "2"
 
 
+@pytest.mark.full
 @sandboxed
 def test_many_processes_share_one_limit_of_memory():
     told, after = run(EATS_WITH_MANY, "1 + 1", memory_mb=256)
@@ -174,6 +177,7 @@ def test_code_that_ends_its_interpreter_is_told_so(code):
     assert after == "2"
 
 
+@pytest.mark.full
 @sandboxed
 def test_a_megabyte_of_output_is_cut_in_the_middle():
     (told,) = run("import sys\nprint('begin', 'a' * 3_000_000, 'end')\nprint('b', file=sys.stderr)")
@@ -185,6 +189,7 @@ def test_a_megabyte_of_output_is_cut_in_the_middle():
     assert len(value) <= MAX_OUTPUT_CHARS
 
 
+@pytest.mark.full
 @sandboxed
 def test_code_that_never_returns_is_ended_with_all_that_it_started():
     start_s = time.monotonic()
@@ -211,6 +216,7 @@ def test_nothing_is_left_when_an_episode_ends():
     assert left == []
 
 
+@pytest.mark.full
 @sandboxed
 def test_a_call_that_is_cancelled_ends_its_interpreter():
     async def cancelled():

@@ -62,6 +62,7 @@ def test_a_gang_stays_off_a_badly_linked_node_where_others_are_free():
     assert verify(found, inventory, SEVEN) == []
 
 
+@pytest.mark.full
 def test_a_gang_that_cannot_avoid_bad_links_is_corrected_and_another_wins():
     inventory = badly_linked(with_nodes(h800=2, h20=6), {"h800-0", "h800-1"}, 0.02)
     inventory = dataclasses.replace(

@@ -68,6 +68,7 @@ def test_a_plan_comes_back_from_json_as_it_was(found):
         record.from_json('{"model": "x"}', "p.json")
 
 
+@pytest.mark.full
 def test_the_checker_accepts_what_was_planned_under_any_aim(found):
     assert verify(found, HEX, FOURTEEN) == []
     for aim in ({"budget": 60.0}, {"throughput": 9000.0}):
@@ -172,6 +173,7 @@ def test_taking_turns_on_the_same_cards_is_no_slower_than_idling_and_needs_less(
     assert shared.price_per_million_tokens < apart.price_per_million_tokens
 
 
+@pytest.mark.full
 def test_what_a_bound_of_1_brings_is_told_by_plans_that_do_not_take_turns():
     waits = dataclasses.replace(SEVEN, bound=0)
     base, other = plan(HEX, waits), plan(HEX, dataclasses.replace(SEVEN, bound=1))

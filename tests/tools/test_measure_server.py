@@ -30,6 +30,7 @@ def step_s(rows: int, context: float) -> float:
     return 0.01 + 5e-4 * rows  # contexts make no difference that would show on a busy machine
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tokens_per_event", [1, 4])
 def test_a_sweep_of_a_server_finds_the_seconds_of_its_steps_and_can_be_fitted(capsys, tokens_per_event):
     server = PacedServer(step_s, prefill_s=1e-5, tokens_per_event=tokens_per_event)

@@ -137,6 +137,7 @@ def test_who_has_a_plan_has_one_at_every_longer_period(seed, tau_s, factor):
         assert cheapest(problem, problem.demand.tokens / (tau_s * factor)).solution is not None
 
 
+@pytest.mark.full
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 10_000))
 def test_a_node_more_or_a_lower_price_never_hurts(seed):
