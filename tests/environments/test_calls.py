@@ -111,6 +111,8 @@ def test_calls_that_were_written_are_read_however_they_were_sampled(name, tool, 
         return
     if name == "pythonic" and any(not key.isidentifier() or key in KEYWORDS for key in (tool, *arguments)):
         return
+    if any(special in dumps(arguments) for special in TOKENIZER.all_special_tokens):
+        return  # what a model writes as a special token is not part of its answer
     written = WRITERS[name](tool, arguments)
     for tokenizer in (TOKENIZER, LETTERS):
         turn = TurnReader(tokenizer, FORMATS[name]).read(odd_splits(tokenizer, written, cuts))

@@ -473,13 +473,13 @@ class TaskConfig(Section):
     system: str | None = None
     """System message, for models with a chat template."""
     tools: list[str] = Field([])
-    """Functions that the model may call, or classes whose methods it may call, as `module:name` or `file.py:name`. See
+    """Functions or classes whose functions the model may call. Each is `module:name` or `file.py:name`; see
     docs/environments.md."""
 
 
 class ArithmeticTask(TaskConfig):
     source: Literal["arithmetic"] = "arithmetic"
-    """Kind of source: arithmetic, reasoning-gym, file, dataset, function or environment."""
+    """Source: arithmetic, reasoning-gym, file, dataset, function or environment."""
     level: int = Field(2, ge=1, le=5)
     """Difficulty, from two digits to eight terms of up to three digits."""
     tail: float = Field(0.0, ge=0, le=1)
@@ -572,7 +572,7 @@ class RunConfig(Section):
 
 class ModelConfig(Section):
     path: str = "offbeat-tiny"
-    """Hugging Face model: folder or hub name. `offbeat-tiny` and `offbeat-tiny-tools` ship with Offbeat."""
+    """Hugging Face model: folder or hub name. Offbeat has `offbeat-tiny` and `offbeat-tiny-tools`."""
     tokenizer: str | None = None
     """Folder of a tokenizer, if not the model's own."""
     chat_template: str | None = None
@@ -775,8 +775,7 @@ class EnvironmentConfig(Section):
     parallel_calls: int = Field(4, ge=1, le=64)
     """Calls of one turn that are run, all at once. The model is told that further ones are not."""
     bad_calls: int = Field(1, ge=0)
-    """Mistakes in a row of which the model is told, such as a call of an unknown tool. With one more, the episode
-    ends."""
+    """Mistakes in a row of which the model is told, such as unknown tools. With one more, the episode ends."""
     calls: str | None = None
     """Format in which a model with a chat template writes calls, such as hermes. Without it, that of the template."""
     step_timeout_s: float = free(30.0, gt=0)
