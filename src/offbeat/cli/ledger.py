@@ -57,7 +57,7 @@ def _verify(ledger: Ledger) -> int:
     if report.counts != Counts():  # all zeros: too damaged to count, so they would mislead
         for name, value in asdict(report.counts).items():
             print(f"{name:<24} {_in_words(value)}")
-    print("everything holds" if report.holds else f"{len(report.violations)} rules do not hold")
+    print("everything holds" if report.holds else f"rules that do not hold: {len(report.violations)}")
     return 0 if report.holds else 1
 
 

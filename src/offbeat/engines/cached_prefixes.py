@@ -101,8 +101,8 @@ class CachedPrefixes:
         slots.add(target)
 
     def load(self, version: int) -> None:
-        """Drops prefixes after the load of `version`. Keeps those whose `kv_lag` is above 0 and whose keys and values
-        are at most `kv_lag` versions older than `version`."""
+        """After the load of `version`, drops all prefixes but those whose keys and values are at most their `kv_lag`
+        versions older; with a `kv_lag` of 0 a prefix is always dropped."""
         for prefix in list(self._prefixes.values()):
             if not (prefix.kv_lag and 0 <= version - prefix.kv_version <= prefix.kv_lag):
                 self.drop(prefix.slot)

@@ -216,8 +216,8 @@ def _num_drawn_before(db: Database, step: int, ordinal: int) -> int:
 
 
 def drop(db: Database, groups: Sequence[int], reason: Drop, at_step: int | None = None) -> None:
-    """Drops groups and their unfinished tasks. `at_step`, given only with reason `NO_SIGNAL`, is the first step without
-    a batch; `num_without_signal` counts the dropped groups by it."""
+    """Drops groups and their unfinished tasks. `at_step`, given only with reason `NO_SIGNAL`, is the step whose batch
+    was being collected, so that `num_without_signal` can count the dropped groups of each step."""
     if not groups:
         return
     query = """SELECT p.task FROM tasks t JOIN partials p ON p.task = t.id AND p.state = 'kept'

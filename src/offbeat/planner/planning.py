@@ -98,9 +98,10 @@ def rounds(
 
 
 def _rivals_slowed(placer: Placer, problem: PlanningProblem, tau_s: float, by: float) -> PlanningProblem:
-    """Returns the problem with longer steps for all gangs whose assumed period is below `tau_s`: each gets its step
-    time on the best nodes for it. Otherwise each round would try a similar gang that needs the same slow links. Changes
-    nothing if no links were measured."""
+    """Returns the problem with corrected step times for the gangs that seem faster than the plan just placed, whose
+    period is `tau_s`: each gets the step time that the measured links allow on the nodes that suit it best. Otherwise
+    the next rounds would choose similar gangs, each slowed by the same links. Changes nothing if no links were
+    measured."""
     if not placer.inventory.measured:
         return problem
     for gang in problem.gangs:

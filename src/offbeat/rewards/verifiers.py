@@ -46,7 +46,8 @@ def number(response: str, answer: str | None) -> float:
 
 
 def environment(claims: Sequence[tuple[int, float, str]]) -> list[tuple[int, float, str]]:
-    """Returns what an environment claims was earned; 0 if a limit ended the episode before it said anything."""
+    """Returns the rewards that an environment reported, as (position, value, name); a single 0 if a limit ended the
+    episode before the environment reported any."""
     return [(int(position), value, name) for position, value, name in claims] or [(-1, 0.0, "environment")]
 
 

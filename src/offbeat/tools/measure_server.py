@@ -86,7 +86,10 @@ class _Client:
                 num = usage.get("completion_tokens") or num + 1
                 found.came.append((time.perf_counter(), num))
         if num < num_tokens:
-            raise EngineError(f"{self.server.url}: an answer had {num} tokens, but {num_tokens} were asked for")
+            raise EngineError(
+                f"{self.server.url}: an answer ended after {num} of {num_tokens} tokens, so its time cannot be "
+                "measured; the server must heed ignore_eos and have a context long enough for it"
+            )
         return found
 
     async def decode_s(self, rows: int, context: int, num_tokens: int) -> tuple[float, float] | None:

@@ -88,7 +88,10 @@ class Streams:
 
     def next(self, num_bytes: int) -> np.ndarray:
         if len(self.view) < HEADER.size:
-            raise CodecError(f"the code is cut short: {len(self.view)} bytes remain, but a header has {HEADER.size}")
+            raise CodecError(
+                f"the encoded tensor is cut short: {len(self.view)} bytes remain, but the header of its next stream "
+                f"has {HEADER.size}"
+            )
         (header,) = HEADER.unpack_from(self.view)
         length, compressed = divmod(header, 2)
         rest = self.view[HEADER.size :]

@@ -103,7 +103,7 @@ def _bearer(request: Request, what: str) -> str:
     """Returns the bearer secret of a request; `what` names the secret in errors."""
     scheme, _, shown = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not shown:
-        raise Refusal(401, f"the Authorization header is missing; it must hold {what}")
+        raise Refusal(401, f"the header must be 'Authorization: Bearer SECRET', where SECRET is {what}")
     if len(shown) > MAX_SECRET_CHARACTERS:
         raise Refusal(
             401, f"the Authorization header is longer than {MAX_SECRET_CHARACTERS} characters; it must hold {what}"

@@ -72,7 +72,7 @@ class GymnasiumText:
 
 
 def told(observation: Any, info: Mapping[str, Any]) -> str:
-    """Returns an observation as text: itself, that of a rendering in `info`, or numbers and lists as JSON."""
+    """Returns an observation as text: a text as it is, else `info["text"]` if it is there, else JSON."""
     if isinstance(observation, str):
         return observation
     if isinstance(info.get("text"), str):
