@@ -316,7 +316,7 @@ def main() -> None:
                 found = measure_demos(folder)
             bars |= found[0]
             rows += found[1]
-    show("environments", ("what", "figure"), rows, bars)
+    show("environments", ("what", "figure"), rows, bars, quick=arguments.quick)
 
 
 if __name__ == "__main__":

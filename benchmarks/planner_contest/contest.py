@@ -21,7 +21,7 @@ from offbeat.planner.problem import PlanningProblem
 
 SEED = 2511
 NUM_RANDOM = 200
-NUM_QUICK = 6
+NUM_QUICK = 2
 PUBLISHED, ONE_COPY, SAME = "as published", "one blocking copy", "same sync"
 BLOCKING = {PUBLISHED: COPIES, ONE_COPY: 1.0, SAME: 0.0}
 """Copies of the weights that AReaL-Hex sends while all wait, by way of sync; 0: relayed like ours."""

@@ -17,7 +17,7 @@ from supervised_runs import TINY, check_whole, final_digest
 
 WITHIN_S = 280.0
 EXACT = (*TINY, "--run.exact", "--rollout.workers=1", "--batch.tokens-per-microbatch=64", "--checkpoint.every=1")
-RANDOM_STEPS = 20
+RANDOM_STEPS = 60
 POINTS = (
     "reconciled!exit,batch-claimed,order-given:2!stop,version-written",
     "order-received:3,parts-coded!stop,version-committed!exit,snapshot-taken:2!stop",
@@ -73,7 +73,7 @@ def test_a_gang_that_dies_at_random_moments_ends_in_the_weights_of_one_rank(tmp_
         while num_deaths < 5 and process.poll() is None:
             gangs = num_deaths + 1
             until(lambda: process.poll() is not None or len(started(path)) >= 2 * gangs, 100.0)  # noqa: B023
-            time.sleep(random.uniform(0.0, 12.0))
+            time.sleep(random.uniform(0.0, 8.0))
             if alive := [pid for pid in started(path)[-2:] if is_running(pid)]:
                 os.kill(random.choice(alive), random.choice((signal.SIGKILL, signal.SIGSTOP)))
                 num_deaths += 1
