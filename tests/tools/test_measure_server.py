@@ -10,7 +10,6 @@ from openai_server import PacedServer, serving
 
 from offbeat.cli.main import main
 from offbeat.planner.cost.calibrate import read
-from offbeat.planner.cost.constants import FigureSource, load
 from offbeat.tools import measure_server
 
 
@@ -32,7 +31,7 @@ def step_s(rows: int, context: float) -> float:
 
 @pytest.mark.full
 @pytest.mark.parametrize("tokens_per_event", [1, 4])
-def test_a_sweep_of_a_server_finds_the_seconds_of_its_steps_and_can_be_fitted(capsys, tokens_per_event):
+def test_a_sweep_of_a_server_finds_the_seconds_of_its_steps(capsys, tokens_per_event):
     server = PacedServer(step_s, prefill_s=1e-5, tokens_per_event=tokens_per_event)
     with serving(server) as url:
         assert calibrate(url, "--rows", "1,4,16,24", "--contexts", "64,128,256") == 0
@@ -46,9 +45,6 @@ def test_a_sweep_of_a_server_finds_the_seconds_of_its_steps_and_can_be_fitted(ca
     assert len({tuple(prompt[:32]) for prompt in prompts}) == len(prompts), "no prompt may be found in a cache"
     assert measured.machines["h200"].bandwidth_tb_s == 4.8
     assert "fit them with" in capsys.readouterr().out
-    assert main(["calibrate", "swept.jsonl", "--model", "qwen2.5-1.5b", "--out", "constants.json"]) == 0
-    constants = load(Path("constants.json"))
-    assert constants.source("h200", "row_overhead_s") == FigureSource.FITTED
 
 
 def test_cells_that_the_server_cannot_hold_are_left_out(capsys):
