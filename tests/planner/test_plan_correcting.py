@@ -53,6 +53,7 @@ def trainers(found: record.Plan) -> set[str]:
     return nodes_of(group for stage in found.training.stages for group in stage)
 
 
+@pytest.mark.full
 def test_a_gang_stays_off_a_badly_linked_node_where_others_are_free():
     usual = plan(with_nodes(h800=3, h20=6), SEVEN)
     inventory = badly_linked(with_nodes(h800=4, h20=6), {"h800-0"}, 0.05)

@@ -279,6 +279,7 @@ def test_the_account_begins_with_what_to_rent_and_tells_every_assumption(found):
     assert "Gap: " in told
 
 
+@pytest.mark.full
 def test_one_more_node_lets_larger_gangs_in():
     base = plan(HEX, SEVEN)
     (h800,) = [line for line in what_would_help(HEX, SEVEN, base, nodes_alone=True) if "h800" in line]
@@ -288,6 +289,7 @@ def test_one_more_node_lets_larger_gangs_in():
     assert f"{gain:+.1%}" in h800
 
 
+@pytest.mark.full
 def test_at_a_throughput_a_further_node_is_told_by_what_it_saves():
     cheap = plan(HEX, SEVEN, throughput=34_000.0)
     lines = what_would_help(HEX, SEVEN, cheap)
@@ -298,6 +300,7 @@ def test_at_a_throughput_a_further_node_is_told_by_what_it_saves():
     assert any(line.startswith("max_staleness = 9:") for line in lines)
 
 
+@pytest.mark.full
 def test_a_cheaper_plan_that_is_almost_as_fast_is_told_with_the_budget_that_gives_it():
     (line,) = remarks_on(HEX, SEVEN, plan(HEX, SEVEN))
     assert line.startswith("Cheaper: 86.64 $/h (-15%) gives ≈34,000 tokens/s (-2%)")

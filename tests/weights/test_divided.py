@@ -87,6 +87,7 @@ def test_digest_file_and_size_are_those_of_one_publisher(tmp_path, num_ranks):
         assert not thread.is_alive()
 
 
+@pytest.mark.full
 def test_a_rank_that_does_not_publish_its_part_is_named(tmp_path):
     ranks = Ranks(tmp_path / "ranks", 3, within_s=5, missing=2)
     with pytest.raises(OffbeatError, match=r"rank 2 has not published its part of the weights within 5 s"):
