@@ -116,7 +116,7 @@ def test_6_a_wrong_model_path(user):
 @pytest.mark.full
 def test_7_a_wrong_device(user):
     assert refusal(user, "--model.device=gpu") == (
-        '--model.device = "gpu": must be "auto", "cpu" or "cuda", "cuda:1" and so on, "mps"'
+        '--model.device = "gpu": must be "auto", "cpu", "cuda", "cuda:1" and so on, or "mps"'
     )
     told = "model.device = 'cuda:99': this machine has only "
     status, _, errors = user("train", "run.toml", "--model.device=cuda:99")
