@@ -46,7 +46,7 @@ class EpisodeFailed(Exception):
 
 
 class CallStatus(StrEnum):
-    """What became of a call that the model wrote."""
+    """Outcome of reading a call that the model wrote."""
 
     OK = "ok"
     """The call could be read and names a tool. What the tool made of it stands in the observation."""
@@ -70,7 +70,7 @@ class Call:
     arguments: Mapping[str, Json] = field(default_factory=dict)
     status: CallStatus = CallStatus.OK
     problem: str = ""
-    """What is wrong with the call, in words that the model is told; "" if `status` is OK."""
+    """Mistake in the call, in words that the model is told; "" if `status` is OK."""
     text: str = ""
     """The call as the model wrote it."""
 
@@ -88,7 +88,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Opening:
-    """What `begin` returns: what is appended to the prompt, and tools that this episode has beside those of its task.
+    """Result of `begin`: text to append to the prompt, and tools that this episode has beside those of its task.
     A plain text or a list of messages stands for an opening without tools, None for one without anything."""
 
     content: str | Sequence[Message] = ""
@@ -97,20 +97,20 @@ class Opening:
 
 @dataclass(frozen=True)
 class Reply:
-    """What `step` returns if the episode goes on. A plain text or a list stands for a reply without a reward."""
+    """Result of `step` if the episode goes on. A plain text or a list stands for a reply without a reward."""
 
     content: str | Sequence[str] = ""
     """One observation, or a list with one for each call of the turn."""
     reward: float = 0.0
-    """What this turn earned; it counts at the turn's last token."""
+    """Reward of this turn; it counts at the turn's last token."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """What `step` returns if the episode is over."""
+    """Result of `step` if the episode is over."""
 
     reward: float | Mapping[str, float] = 0.0
-    """What the episode earned at its end, or several such values by name."""
+    """Reward at the episode's end, or several rewards by name."""
     state: Mapping[str, Json] = field(default_factory=dict)
     """Facts about the end that a reward function gets as `state`."""
 

@@ -173,7 +173,7 @@ class PythonSandbox:
 
 
 class _Output:
-    """What a sandbox prints, cut to a limit while it arrives, and its answers."""
+    """Output of a sandbox, cut to a limit while it arrives, and its answers."""
 
     def __init__(self, printed: int, answers: int):
         self._printed, self._answers = printed, answers
