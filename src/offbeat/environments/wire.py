@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from offbeat.environments.protocol import Turn
-from offbeat.rewards.wire import HEAD, MARK, MAX_BYTES, Junk
+from offbeat.rewards.wire import HEAD, MARK, read_message, take_messages
 
 CUT, RAISED = "cut", "raised"
 """Statuses of a call besides those of `CallStatus`: it was given up at its time limit, or the tool raised."""
@@ -132,31 +132,9 @@ def frame(message: ToProcess | FromProcess) -> bytes:
 
 def read_from_pool(pipe: BinaryIO) -> ToProcess | None:
     """Waits for the next message and returns it; None if the pool closed the pipe or has ended."""
-    head = pipe.read(HEAD.size)
-    if len(head) < HEAD.size:
-        return None
-    _, length = HEAD.unpack(head)
-    body = pipe.read(length)
-    return _to_process.decode(body) if len(body) == length else None
+    return read_message(pipe, _to_process)
 
 
 def take_from_process(buffer: bytearray) -> Iterator[FromProcess]:
     """Removes complete messages from the front of `buffer` and yields them; raises `Junk` if it holds anything else."""
-    start = 0
-    while len(buffer) - start >= len(MARK):
-        if not buffer.startswith(MARK, start):
-            raise Junk
-        if len(buffer) - start < HEAD.size:
-            break
-        _, length = HEAD.unpack_from(buffer, start)
-        if length > MAX_BYTES:
-            raise Junk
-        end = start + HEAD.size + length
-        if len(buffer) < end:
-            break
-        try:
-            yield _from_process.decode(bytes(buffer[start + HEAD.size : end]))
-        except msgspec.MsgspecError as error:
-            raise Junk from error
-        start = end
-    del buffer[:start]
+    return take_messages(buffer, _from_process)

@@ -10,7 +10,7 @@ import mmap
 import struct
 import time
 from collections.abc import Iterator
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import msgspec
 
@@ -91,6 +91,7 @@ class Answers(msgspec.Struct, tag=True):
     last: bool
 
 
+T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
 _from_pool = msgspec.msgpack.Decoder(Setup | Work)
 _from_process = msgspec.msgpack.Decoder(Ready | RewardRefused | Answers)
@@ -107,15 +108,25 @@ def frame(message: Setup | Work | Ready | RewardRefused | Answers) -> bytes:
 
 def read_from_pool(pipe: BinaryIO) -> Setup | Work | None:
     """Waits for the next message and returns it; None if the pool closed the pipe or has ended."""
+    return read_message(pipe, _from_pool)
+
+
+def take_from_process(buffer: bytearray) -> Iterator[Ready | RewardRefused | Answers]:
+    """Removes complete messages from the front of `buffer` and yields them; raises `Junk` if it holds anything else."""
+    return take_messages(buffer, _from_process)
+
+
+def read_message(pipe: BinaryIO, decoder: msgspec.msgpack.Decoder[T]) -> T | None:
+    """Waits for the next message and returns it; None if the other side closed the pipe or has ended."""
     head = pipe.read(HEAD.size)
     if len(head) < HEAD.size:
         return None
     _, length = HEAD.unpack(head)
     body = pipe.read(length)
-    return _from_pool.decode(body) if len(body) == length else None
+    return decoder.decode(body) if len(body) == length else None
 
 
-def take_from_process(buffer: bytearray) -> Iterator[Ready | RewardRefused | Answers]:
+def take_messages(buffer: bytearray, decoder: msgspec.msgpack.Decoder[T]) -> Iterator[T]:
     """Removes complete messages from the front of `buffer` and yields them; raises `Junk` if it holds anything else."""
     start = 0
     while len(buffer) - start >= len(MARK):
@@ -130,7 +141,7 @@ def take_from_process(buffer: bytearray) -> Iterator[Ready | RewardRefused | Ans
         if len(buffer) < end:
             break
         try:
-            yield _from_process.decode(bytes(buffer[start + HEAD.size : end]))
+            yield decoder.decode(bytes(buffer[start + HEAD.size : end]))
         except msgspec.MsgspecError as error:
             raise Junk from error
         start = end
